@@ -1,0 +1,35 @@
+"""The reference: plain torch, one token after another, any float dtype, written to be read."""
+
+from __future__ import annotations
+
+from sluice.backends import loader
+from sluice.contract.problem import Problem
+
+DEVICES = ("cpu", "cuda")
+OPS = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "verify": "verify",
+    "commit": "verify",
+    "causal_conv1d": "conv",
+    "conv_qkv": "conv_qkv",
+    "rms_norm_gated": "norm",
+    "step": "step",
+}
+kernel = loader(__name__, OPS)
+
+
+def unavailable() -> str | None:
+    """Plain torch runs wherever torch does."""
+    return None
+
+
+def refuse(problem: Problem) -> str | None:
+    """Everything is served, but packed lengths must be known without waiting for a device."""
+    if problem.device.type == "cpu":
+        return None
+    if getattr(problem, "varlen", False) and not getattr(problem, "cu_seqlens_cpu", False):
+        return "loops over packed sequences on the host: pass cu_seqlens_cpu"
+    if getattr(problem, "checkpoints", "none") == "positions":
+        return "reads checkpoint positions on the host: pass Checkpoints(every=...)"
+    return None

@@ -1,0 +1,23 @@
+"""Gated RMSNorm: norm first, gate after, docs/contract.md (C6)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sluice.backends.reference import rows
+from sluice.contract.problem import NormProblem
+from sluice.contract.tensors import NormTensors
+
+
+def rms_norm_gated(p: NormProblem, t: NormTensors) -> None:
+    """Serve ``rms_norm_gated``."""
+    dtype = rows.compute_dtype(p.dtype)
+    t.out.copy_(gated_norm(t.x.to(dtype), t.z.to(dtype), t.weight.to(dtype), p.eps, p.activation))
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+    """weight · x / sqrt(mean x^2 + eps) · act(z), in the dtype of the arguments."""
+    y = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y * (functional.silu(z) if activation == "silu" else z.sigmoid())

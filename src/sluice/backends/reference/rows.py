@@ -1,0 +1,77 @@
+"""State rows: which sequence reads and writes which, without ever waiting for a device."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from sluice.contract.problem import StateAddressing
+from sluice.contract.tensors import Rows
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Arithmetic is float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def spans(rows: Rows) -> list[tuple[int, int]]:
+    """Start and end of each packed sequence, from the host copy where there is one."""
+    assert rows.cu_seqlens is not None
+    source = rows.cu_seqlens if rows.cu_seqlens_cpu is None else rows.cu_seqlens_cpu
+    bounds = source.tolist()
+    return list(itertools.pairwise(bounds))
+
+
+def padded(a: StateAddressing, rows: Rows, N: int, device: torch.device) -> Tensor:
+    """[N] bool: rows that are padding. Nothing of theirs is read or written; their output is 0."""
+    if rows.slots is None:
+        return torch.zeros(N, dtype=torch.bool, device=device)
+    return rows.slots <= a.pad_slot
+
+
+def read_rows(pool: Tensor, a: StateAddressing, rows: Rows, N: int, dtype: torch.dtype) -> Tensor:
+    """Each sequence's row of the pool, or zeros where it starts anew (docs/contract.md, State).
+
+    Zeros are selected, not multiplied in: 0 · NaN would let a recycled row leak.
+    """
+    fresh = padded(a, rows, N, pool.device)
+    if rows.has_state is not None:
+        fresh = fresh | ~rows.has_state
+    if pool.shape[0] == 0:
+        return torch.zeros(N, *pool.shape[1:], dtype=dtype, device=pool.device)
+    index = torch.arange(N, device=pool.device) if rows.slots is None else rows.slots.clamp(min=0)
+    values = pool.index_select(0, index).to(dtype)
+    return torch.where(_per_row(fresh, values), values.new_zeros(()), values)
+
+
+def write_rows(pool: Tensor, a: StateAddressing, rows: Rows, values: Tensor) -> None:
+    """Write each sequence's row to its write slot, skipping padding."""
+    N = values.shape[0]
+    own = torch.arange(N, device=pool.device) if rows.slots is None else rows.slots
+    index = own if rows.write_slots is None else rows.write_slots
+    live = ~padded(a, rows, N, pool.device)
+    if rows.slots is not None or rows.write_slots is not None:
+        live = live & (index > a.pad_slot)
+    scatter(pool, index, live, values)
+
+
+def scatter(pool: Tensor, index: Tensor, live: Tensor, values: Tensor) -> None:
+    """``pool[index[i]] = values[i]`` for live rows, with no mask read back to the host.
+
+    A row that is not live repeats the first live row's write; if none is live, slot 0 is written
+    with what it holds.
+    """
+    if values.shape[0] == 0 or pool.shape[0] == 0:
+        return
+    first = live.int().argmax()
+    anything = live.any()
+    index = torch.where(live, index, torch.where(anything, index[first], 0)).long()
+    kept = torch.where(anything, values[first].to(pool.dtype), pool[0])
+    values = torch.where(_per_row(live, values), values.to(pool.dtype), kept)
+    pool[index] = values
+
+
+def _per_row(mask: Tensor, like: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,81 @@
+"""Speculative decoding: verify leaves the state as it is, commit folds in what was accepted.
+
+Verify keeps k, d and g of the draft tokens. Commit repeats (C1) and (C3) with them, which is
+``decode`` of the accepted tokens, to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sluice.backends.reference import rows
+from sluice.backends.reference.conv import rolled, window_of
+from sluice.backends.reference.prefill import sequences
+from sluice.backends.reference.recurrence import (
+    Tokens,
+    decayed,
+    over_value_heads,
+    prepare,
+    recur,
+    update,
+)
+from sluice.contract.problem import CommitProblem, DeltaProblem
+from sluice.contract.tensors import CommitTensors, DeltaTensors
+
+
+def verify(p: DeltaProblem, t: DeltaTensors) -> None:
+    """Serve ``verify``: outputs of the draft tokens, and the draft itself."""
+    assert t.draft_k is not None
+    assert t.draft_d is not None
+    corrections: list[Tensor] = []
+
+    def run(x: Tokens, S: Tensor, o: Tensor, _: object) -> Tensor:
+        S, d = recur(x, S, o)
+        corrections.append(d)
+        return S
+
+    sequences(p, t, run)
+    x = prepare(p, t)
+    t.draft_k.copy_(x.k)
+    t.draft_d[:, : sum(d.shape[1] for d in corrections)] = _joined(corrections, t.draft_d)
+    if x.g is not None and t.draft_g is not None:
+        t.draft_g.copy_(x.g)
+
+
+def commit(p: CommitProblem, t: CommitTensors) -> None:
+    """Serve ``commit``: fold the first ``num_accepted`` tokens of each row."""
+    S = rows.read_rows(t.state, p.rows, t.rows, p.N, p.dtype)
+    S = S.transpose(-1, -2) if p.state_layout == "vk" else S
+    window = None
+    if t.conv_state is not None:
+        window = window_of(t.conv_state, p.rows, t.rows, p.N, t.conv_state.dtype)
+    if not p.varlen:
+        S = _fold(t.draft_k, t.draft_d, t.draft_g, S, t.num_accepted)
+        if window is not None and t.conv_inputs is not None:
+            window = rolled(window, t.conv_inputs.mT.to(window.dtype), t.num_accepted)
+    else:
+        for i, (a, b) in enumerate(rows.spans(t.rows)):
+            one = slice(i, i + 1)
+            g = None if t.draft_g is None else t.draft_g[:, a:b]
+            S[one] = _fold(t.draft_k[:, a:b], t.draft_d[:, a:b], g, S[one], t.num_accepted[one])
+            if window is not None and t.conv_inputs is not None:
+                x = t.conv_inputs[:, a:b].mT.to(window.dtype)
+                window[one] = rolled(window[one], x, t.num_accepted[one])
+    rows.write_rows(t.state, p.rows, t.rows, S.transpose(-1, -2) if p.state_layout == "vk" else S)
+    if window is not None and t.conv_state is not None:
+        rows.write_rows(t.conv_state, p.rows, t.rows, window)
+
+
+def _fold(k: Tensor, d: Tensor, g: Tensor | None, S: Tensor, accepted: Tensor) -> Tensor:
+    """(C1) and (C3) for the accepted tokens."""
+    for t in range(k.shape[1]):
+        after = decayed(S, None if g is None else g[:, t])
+        after = update(after, over_value_heads(k[:, t], d.shape[2]), d[:, t])
+        S = torch.where((accepted > t).view(-1, 1, 1, 1), after, S)
+    return S
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Dense rows come as one part, packed sequences one after another."""
+    return torch.cat(parts, dim=1) if parts else like[:, :0]

@@ -1,0 +1,148 @@
+"""Checks of values: always on a CPU, on a GPU only inside ``sluice.validate()``.
+
+They read tensors back to the host, so they are kept apart from the metadata checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from sluice.contract.errors import ContractError
+from sluice.contract.problem import (
+    MAX_DECODE_TOKENS,
+    CommitProblem,
+    ConvProblem,
+    DeltaProblem,
+    StateAddressing,
+    StepProblem,
+)
+from sluice.contract.tensors import (
+    CommitTensors,
+    ConvQkvTensors,
+    ConvTensors,
+    DeltaTensors,
+    Rows,
+    StepTensors,
+)
+
+
+def delta(p: DeltaProblem, t: DeltaTensors) -> None:
+    """Check the values of a ``prefill``, ``decode`` or ``verify`` call."""
+    lengths = _lengths(p.op, t.rows, p.T)
+    if p.op != "prefill" and lengths is not None:
+        longest = max(lengths, default=0)
+        if longest > MAX_DECODE_TOKENS:
+            expected = f"at most {MAX_DECODE_TOKENS} tokens a sequence"
+            raise ContractError(p.op, "cu_seqlens", expected, longest)
+    for x, name in ((t.g, "g"), (t.beta, "beta"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
+        _finite(p.op, x, name)
+    writes = _slots(p.op, p.rows, t.rows, p.N)
+    _checkpoints(p, t, lengths, writes)
+
+
+def commit(p: CommitProblem, t: CommitTensors) -> None:
+    """Check the values of a ``commit`` call."""
+    lengths = _lengths(p.op, t.rows, p.T) or [p.T] * p.N
+    _slots(p.op, p.rows, t.rows, p.N)
+    for i, (n, most) in enumerate(zip(t.num_accepted.tolist(), lengths, strict=True)):
+        if not 0 <= n <= most:
+            raise ContractError(p.op, f"num_accepted[{i}]", f"0 to {most} tokens", n)
+
+
+def conv(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> None:
+    """Check the values of a ``causal_conv1d`` or ``conv_qkv`` call."""
+    lengths = _lengths(p.op, t.rows, p.T)
+    if isinstance(t, ConvQkvTensors):
+        for x, name in ((t.a, "a"), (t.b, "b"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
+            _finite(p.op, x, name)
+    if t.state is not None:
+        writes = _slots(p.op, p.rows, t.rows, p.N, frozen=p.freeze)
+        _checkpoints(p, t, lengths, writes)
+
+
+def step(p: StepProblem, t: StepTensors) -> None:
+    """Check the values of a ``step`` call."""
+    for x, name in ((t.b, "ba"), (t.a, "a"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
+        _finite(p.op, x, name)
+    _slots(p.op, p.rows, t.rows, p.N)
+
+
+def _lengths(op: str, rows: Rows, T: int) -> list[int] | None:
+    if rows.cu_seqlens is None:
+        return None
+    bounds = rows.cu_seqlens.tolist()
+    if rows.cu_seqlens_cpu is not None and rows.cu_seqlens_cpu.tolist() != bounds:
+        raise ContractError(op, "cu_seqlens_cpu", f"cu_seqlens' values {bounds}", "others")
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    if bounds[0] != 0 or min(lengths, default=0) < 0 or bounds[-1] > T:
+        raise ContractError(op, "cu_seqlens", f"0 rising to at most {T} tokens", bounds)
+    return lengths
+
+
+def _finite(op: str, x: Tensor | None, name: str) -> None:
+    if x is not None and not bool(torch.isfinite(x).all()):
+        first = (~torch.isfinite(x)).nonzero()[0].tolist()
+        got = f"{x[tuple(first)].item()} at {first}"
+        raise ContractError(op, name, "finite values", got)
+
+
+def _slots(op: str, a: StateAddressing, rows: Rows, N: int, frozen: bool = False) -> set[int]:
+    """Check read and write slots; return the slots this call writes."""
+    own = list(range(N))
+    reads = own if rows.slots is None else rows.slots.tolist()
+    writes = reads if rows.write_slots is None else rows.write_slots.tolist()
+    for values, name in ((reads, "slots"), (writes, "write_slots")):
+        for i, slot in enumerate(values):
+            if slot >= a.P:
+                raise ContractError(op, f"{name}[{i}]", f"less than {a.P} slots", slot)
+    if frozen or op == "verify":
+        return set()
+    pooled = a.slots or a.write_slots
+    owner: dict[int, int] = {}
+    for i, (read, write) in enumerate(zip(reads, writes, strict=True)):
+        if (a.slots and read <= a.pad_slot) or (pooled and write <= a.pad_slot):
+            continue
+        if write in owner:
+            expected = "no slot twice among those written"
+            raise ContractError(op, "write_slots", expected, f"{write} in rows {owner[write]}, {i}")
+        owner[write] = i
+    for i, read in enumerate(reads):
+        if owner.get(read, i) != i and not (a.slots and read <= a.pad_slot):
+            expected = f"no slot that another row reads (row {i} reads {read})"
+            raise ContractError(op, f"write_slots[{owner[read]}]", expected, read)
+    return set(owner)
+
+
+def _checkpoints(
+    p: DeltaProblem | ConvProblem,
+    t: DeltaTensors | ConvTensors | ConvQkvTensors,
+    lengths: list[int] | None,
+    written: set[int],
+) -> None:
+    if t.checkpoint_slots is None:
+        return
+    op, slots = p.op, t.checkpoint_slots.tolist()
+    positions = None if t.checkpoint_positions is None else t.checkpoint_positions.tolist()
+    reads = set(range(p.N)) if t.rows.slots is None else set(t.rows.slots.tolist())
+    for i, row in enumerate(slots):
+        length = p.T if lengths is None else lengths[i]
+        if positions is None and length // p.checkpoint_every > len(row):
+            expected = f"{length // p.checkpoint_every} columns for the {length} tokens of row {i}"
+            raise ContractError(op, "checkpoints.slots", expected, f"{len(row)} columns")
+        for j, slot in enumerate(row):
+            if slot <= p.rows.pad_slot:
+                continue
+            name = f"checkpoints.slots[{i}, {j}]"
+            if slot >= p.rows.P:
+                raise ContractError(op, name, f"less than {p.rows.P} slots", slot)
+            if positions is not None and not 0 <= positions[i][j] <= length:
+                where = f"checkpoints.positions[{i}, {j}]"
+                raise ContractError(op, where, f"0 to {length} tokens", positions[i][j])
+            if positions is None and (j + 1) * p.checkpoint_every > length:
+                continue  # this sequence ends before: nothing is written there
+            if slot in written or slot in reads:
+                raise ContractError(op, name, "a slot nothing else uses in this call", slot)
+            written.add(slot)

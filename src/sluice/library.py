@@ -1,0 +1,243 @@
+"""How a call runs: checked, dispatched, and, when torch traces it, as a torch custom op.
+
+Data flows one way: public function (ops.py) -> ``call`` -> checks -> dispatch -> one backend's
+function. Under ``torch.compile``, ``torch.export`` or any torch dispatch mode the call becomes one
+node ``torch.ops.sluice.<op>``: its schema follows from the operator's containers, it mutates its
+output buffers and states and returns nothing, and its fake implementation is the metadata checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from sluice import dispatch
+from sluice.contract import checks, options, tensors, values
+from sluice.contract.errors import SluiceError
+from sluice.contract.problem import Problem
+from sluice.settings import validating
+
+
+class Operator(NamedTuple):
+    """One operator: its containers, its checks, and the tensors it writes."""
+
+    name: str
+    tensors: type[Any]
+    options: type[Any]
+    check: Callable[[Any, Any], Problem]
+    check_values: Callable[[Any, Any], None] | None
+    mutates: tuple[str, ...]
+
+
+def _delta(op: str, *mutates: str) -> Operator:
+    def check(t: tensors.DeltaTensors, o: options.DeltaOptions) -> Problem:
+        return checks.delta(op, t, o)
+
+    return Operator(op, tensors.DeltaTensors, options.DeltaOptions, check, values.delta, mutates)
+
+
+PREFILL = _delta("prefill", "state", "out")
+DECODE = _delta("decode", "state", "out")
+VERIFY = _delta("verify", "out", "draft_k", "draft_d", "draft_g")
+COMMIT = Operator(
+    "commit",
+    tensors.CommitTensors,
+    options.CommitOptions,
+    checks.commit,
+    values.commit,
+    ("state", "conv_state"),
+)
+CAUSAL_CONV1D = Operator(
+    "causal_conv1d",
+    tensors.ConvTensors,
+    options.ConvOptions,
+    checks.conv,
+    values.conv,
+    ("state", "out"),
+)
+CONV_QKV = Operator(
+    "conv_qkv",
+    tensors.ConvQkvTensors,
+    options.ConvOptions,
+    checks.conv_qkv,
+    values.conv,
+    ("state", "q", "k", "v", "g", "beta"),
+)
+RMS_NORM_GATED = Operator(
+    "rms_norm_gated", tensors.NormTensors, options.NormOptions, checks.norm, None, ("out",)
+)
+STEP = Operator(
+    "step",
+    tensors.StepTensors,
+    options.StepOptions,
+    checks.step,
+    values.step,
+    ("conv_state", "state", "out"),
+)
+OPERATORS = {
+    op.name: op
+    for op in (
+        PREFILL,
+        DECODE,
+        VERIFY,
+        COMMIT,
+        CAUSAL_CONV1D,
+        CONV_QKV,
+        RMS_NORM_GATED,
+        STEP,
+    )
+}
+
+_problems: dict[Any, Problem] = {}
+_MOST_PROBLEMS = 4096
+
+
+_probed: ContextVar[list[Problem] | None] = ContextVar("sluice_probed", default=None)
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[list[Problem]]:
+    """Calls in this scope are checked and their problems listed, but nothing runs.
+
+    Tensors may be on the "meta" device.
+    """
+    problems: list[Problem] = []
+    token = _probed.set(problems)
+    try:
+        yield problems
+    finally:
+        _probed.reset(token)
+
+
+def call(op: Operator, t: Any, o: Any, backend: str | None = None) -> None:
+    """Run a call whose tensors are canonical and whose outputs are allocated."""
+    if (problems := _probed.get()) is not None:
+        problems.append(problem_of(op, t, o))
+    elif torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        getattr(torch.ops.sluice, op.name)(*_flat(t), *o, backend)
+    else:
+        run(op, t, o, backend)
+
+
+def run(op: Operator, t: Any, o: Any, backend: str | None) -> None:
+    """Check, choose, and call the backend."""
+    problem = problem_of(op, t, o)
+    if op.check_values is not None and (problem.device.type == "cpu" or validating()):
+        op.check_values(problem, t)
+    with torch.no_grad():
+        dispatch.select(problem, backend)(problem, t)
+
+
+def problem_of(op: Operator, t: Any, o: Any) -> Problem:
+    """The checked problem, remembered by metadata: a serving loop checks each shape once."""
+    key = (op.name, o, *(None if x is None else _metadata(x) for x in _flat(t)))
+    problem = _problems.get(key)
+    if problem is None:
+        problem = op.check(t, o)
+        if len(_problems) >= _MOST_PROBLEMS:
+            _problems.clear()
+        _problems[key] = problem
+    return problem
+
+
+def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
+    """``output``, refusing a backward pass if any input wanted one: never a silent zero."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return output
+    if torch.compiler.is_compiling():
+        raise SluiceError(_NO_GRADIENT.format(op))
+    refused: Tensor = _NoGradient.apply(op, output, *wanted)
+    return refused
+
+
+_NO_GRADIENT = "{}: no gradient is defined; call it under torch.no_grad() or inference_mode()"
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.op = op
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise SluiceError(_NO_GRADIENT.format(ctx.op))
+
+
+def _metadata(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _flat(t: Any) -> list[Tensor | None]:
+    """A container's tensors in the order of the schema, the index tensors in place."""
+    flat: list[Tensor | None] = []
+    for x in t:
+        if isinstance(x, tensors.Rows):
+            flat.extend(x)
+        else:
+            flat.append(x)
+    return flat
+
+
+_KINDS = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    bool: "bool",
+    str: "str",
+    str | None: "str?",
+}
+
+
+def _fields(kind: type[Any]) -> list[tuple[str, Any]]:
+    """Names and types of a container's fields, the index tensors in place."""
+    fields: list[tuple[str, Any]] = []
+    for name, hint in get_type_hints(kind).items():
+        fields.extend(_fields(tensors.Rows) if hint is tensors.Rows else [(name, hint)])
+    return fields
+
+
+def _register(op: Operator) -> None:
+    """Define ``torch.ops.sluice.<op>`` with its fake implementation."""
+    arguments, letters = [], iter("abcdefghij")
+    for name, hint in _fields(op.tensors):
+        kind = _KINDS[hint]
+        if name in op.mutates:
+            kind = kind.replace("Tensor", f"Tensor({next(letters)}!)")
+        arguments.append(f"{kind} {name}")
+    arguments += [f"{_KINDS[hint]} {name}" for name, hint in _fields(op.options)]
+    schema = f"({', '.join(arguments)}, str? backend) -> ()"
+    width = len(_fields(op.tensors))
+
+    def unflatten(args: tuple[Any, ...]) -> tuple[Any, Any]:
+        flat = iter(args[:width])
+        parts = [
+            tensors.Rows(*(next(flat) for _ in tensors.Rows._fields))
+            if hint is tensors.Rows
+            else next(flat)
+            for hint in get_type_hints(op.tensors).values()
+        ]
+        return op.tensors(*parts), op.options(*args[width:-1])
+
+    def implementation(*args: Any) -> None:
+        run(op, *unflatten(args), args[-1])
+
+    def fake(*args: Any) -> None:
+        op.check(*unflatten(args))
+
+    custom = torch.library.custom_op(
+        f"sluice::{op.name}", implementation, mutates_args=op.mutates, schema=schema
+    )
+    custom.register_fake(fake)
+
+
+for _operator in OPERATORS.values():
+    _register(_operator)
