@@ -139,6 +139,11 @@ def served(name: str) -> tuple[str, ...]:
     return tuple(_module(name).OPS)
 
 
+def devices(name: str) -> tuple[str, ...]:
+    """The device types a backend runs on."""
+    return tuple(_module(name).DEVICES)
+
+
 def _meant_for(name: str, problem: Problem) -> bool:
     """Whether a refusal is worth a warning: the backend has this operator for this device."""
     module = _module(name)

@@ -99,7 +99,8 @@ def recur(
     ``after(n, S)`` is called with the state after n tokens.
     """
     N, T, HV, V = x.v.shape
-    HQ = x.q.shape[2]
+    HQ, K = x.q.shape[2:]
+    HO = max(HQ, HV)
     ds = x.v.new_empty(N, T, HV, V)
     for t in range(T):
         k, v = over_value_heads(x.k[:, t], HV), x.v[:, t]
@@ -109,8 +110,8 @@ def recur(
             d = x.beta[:, t].unsqueeze(-1) * (v - (S * k.unsqueeze(-1)).sum(-2))
         S = update(S, k, d)
         q = x.q[:, t] if HQ > HV else over_value_heads(x.q[:, t], HV)
-        q = q.view(N, HV, -1, q.shape[-1])  # several query heads may read one state
-        o[:, t] = (S.unsqueeze(2) * q.unsqueeze(-1)).sum(-2).view(N, -1, V)
+        q = q.view(N, HV, HO // HV, K)  # several query heads may read one state
+        o[:, t] = (S.unsqueeze(2) * q.unsqueeze(-1)).sum(-2).view(N, HO, V)
         ds[:, t] = d
         if after is not None:
             after(t + 1, S)

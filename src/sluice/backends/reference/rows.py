@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from sluice.contract.problem import StateAddressing
+from sluice.contract.problem import ConvProblem, StateAddressing
 from sluice.contract.tensors import Rows
 
 
@@ -29,6 +29,17 @@ def padded(a: StateAddressing, rows: Rows, N: int, device: torch.device) -> Tens
     if rows.slots is None:
         return torch.zeros(N, dtype=torch.bool, device=device)
     return rows.slots <= a.pad_slot
+
+
+def live_tokens(p: ConvProblem, rows: Rows, device: torch.device) -> Tensor:
+    """[B, T, 1] bool: tokens of real rows, not of padded ones nor behind the last sequence."""
+    alive = ~padded(p.rows, rows, p.N, device)
+    if not p.varlen:
+        return alive.view(-1, 1, 1).expand(p.B, p.T, 1)
+    live = torch.zeros(1, p.T, 1, dtype=torch.bool, device=device)
+    for i, (start, stop) in enumerate(spans(rows)):
+        live[:, start:stop] = alive[i]
+    return live
 
 
 def read_rows(pool: Tensor, a: StateAddressing, rows: Rows, N: int, dtype: torch.dtype) -> Tensor:
