@@ -21,6 +21,7 @@ from sluice.ops import (
     verify,
 )
 from sluice.settings import validate
+from sluice.state_pool import PoolGeometry, StatePool, StateSnapshot
 
 __version__ = "0.1.0"
 
@@ -29,8 +30,11 @@ __all__ = [
     "Checkpoints",
     "ContractError",
     "Draft",
+    "PoolGeometry",
     "SlowPathWarning",
     "SluiceError",
+    "StatePool",
+    "StateSnapshot",
     "__version__",
     "causal_conv1d",
     "commit",

@@ -19,5 +19,7 @@ def unavailable() -> str | None:
 
 
 def refuse(problem: Problem) -> str | None:
-    """The reference's limits: packed lengths must be known on the host."""
+    """The reference's limits, and no promise about bits: torch's products round by batch size."""
+    if getattr(problem, "batch_invariant", False):
+        return "matrix products of torch may round differently beside other rows or heads"
     return reference.refuse(problem)

@@ -1,0 +1,60 @@
+# Every target makes its own .venv and installs what it needs; the second run is quick.
+
+PYTHON      ?= python3
+VENV        ?= .venv
+WORKERS     ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+
+PY  := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# one thread per worker: WORKERS processes already fill the machine
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format clean
+
+help:  ## show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo-stamp  ## a Qwen3.5-shaped model: stock transformers and sluice side by side
+	$(VENV)/bin/sluice demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev-stamp  ## the whole test suite and the docstring examples
+	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.dev-stamp  ## let ruff rewrite the files
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch first and apart: it is the long download
+$(VENV)/.torch-stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+	  sys.exit(f"the pinned versions need Python 3.11 or newer, $(PYTHON) is {v}" if sys.version_info < (3, 11) else 0)'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools
+	@echo "installing torch (about 200 MB for a CPU; a CUDA build is ten times that) ..."
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/.demo-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice[demo] ..."
+	@$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice[dev]: test tools, transformers, numba, linters ..."
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@

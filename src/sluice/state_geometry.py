@@ -1,0 +1,301 @@
+"""What one sequence's state is (PoolGeometry), and such state outside a pool (StateSnapshot)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sluice.contract.errors import ContractError, SluiceError
+from sluice.layers.qwen import QwenShape, preset
+
+Model = str | QwenShape
+
+_DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for base, suffix in ((1000, "b"), (1024, "ib"))
+    for power, prefix in enumerate("kmgt", 1)
+}
+_FORMAT, _VERSION = "sluice.state", "1"
+
+
+class PoolError(SluiceError, RuntimeError):
+    """A state pool cannot do what was asked; nothing was changed."""
+
+
+class GeometryError(PoolError, ValueError):
+    """State of one geometry was offered to a pool of another."""
+
+
+class MissingDependencyError(SluiceError, ImportError):
+    """An optional package is needed for this call and is not installed."""
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """What the state of one sequence is: its dimensions and dtypes, in all linear layers.
+
+    How a pool stores it (``state_layout``, ``conv_order``, slots, strides, device) is not part of
+    it. ``tag`` is free text that must agree as well, for what shapes cannot tell apart: the rank,
+    or the checkpoint (``tag="Qwen3.6-27B rank 3"``).
+
+    >>> geometry = PoolGeometry.for_model("qwen3.5-27b", tp=4)
+    >>> geometry.num_v_heads, geometry.conv_channels, geometry.bytes_per_sequence
+    (12, 2560, 38486016)
+    """
+
+    layers: int  # linear layers only
+    num_v_heads: int
+    conv_channels: int
+    head_k_dim: int = 128
+    head_v_dim: int = 128
+    conv_columns: int = 3  # L; at least W - 1
+    state_dtype: torch.dtype = torch.float32
+    conv_dtype: torch.dtype = torch.bfloat16
+    tag: str = ""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("dtype"):
+                if value not in _DTYPES.values():
+                    raise ContractError("PoolGeometry", f.name, f"one of {list(_DTYPES)}", value)
+            elif f.name != "tag" and (not isinstance(value, int) or value < 1):
+                raise ContractError("PoolGeometry", f.name, "an int of at least 1", value)
+
+    @classmethod
+    def for_model(
+        cls, model: Model, *, tp: int = 1, conv_columns: int | None = None, **options: Any
+    ) -> PoolGeometry:
+        """Geometry of one of ``tp`` ranks of a model: a name of ``layers.qwen`` or a shape.
+
+        ``conv_columns`` defaults to ``W − 1``; ``options`` are ``state_dtype`` (float32),
+        ``conv_dtype`` (bfloat16) and ``tag``.
+        """
+        shape = (preset(model) if isinstance(model, str) else model).shard(tp)
+        least = shape.conv_width - 1
+        if conv_columns is not None and conv_columns < least:
+            expected = f"at least W - 1 = {least} of {shape.name}"
+            raise ContractError("PoolGeometry", "conv_columns", expected, conv_columns)
+        return cls(
+            layers=shape.linear_layers,
+            num_v_heads=shape.num_v_heads,
+            conv_channels=shape.conv_channels,
+            head_k_dim=shape.head_k_dim,
+            head_v_dim=shape.head_v_dim,
+            conv_columns=conv_columns or least,
+            **options,
+        )
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """``(D, L)``: one sequence's conv state in one layer."""
+        return self.conv_channels, self.conv_columns
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """``(Hv, V, K)``: one sequence's recurrent state in one layer."""
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes of one slot, both kinds, all layers of this rank."""
+        conv = self.conv_channels * self.conv_columns * self.conv_dtype.itemsize
+        state = self.num_v_heads * self.head_v_dim * self.head_k_dim * self.state_dtype.itemsize
+        return self.layers * (conv + state)
+
+    def to_json(self) -> str:
+        """The geometry as one line of JSON, the same in every process."""
+        plain = {k: str(v)[6:] if k.endswith("dtype") else v for k, v in asdict(self).items()}
+        return json.dumps(plain, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> PoolGeometry:
+        """The inverse of :meth:`to_json`."""
+        plain: dict[str, Any] = json.loads(text)
+        for name in ("state_dtype", "conv_dtype"):
+            plain[name] = _DTYPES[plain[name]]
+        return cls(**plain)
+
+    @property
+    def digest(self) -> str:
+        """The geometry hash: equal exactly where state may be exchanged."""
+        return hashlib.sha256(f"{_FORMAT} {_VERSION} {self.to_json()}".encode()).hexdigest()[:16]
+
+    def require(self, op: str, other: PoolGeometry) -> None:
+        """Raise :class:`GeometryError`, naming each field that differs, unless digests agree."""
+        if self.digest != other.digest:
+            pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+            differ = "; ".join(f"{n}: expected {a!r}, got {b!r}" for n, a, b in pairs if a != b)
+            raise GeometryError(
+                f"{op}: geometry {self.digest} expected, got {other.digest}: {differ}"
+            )
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """State of n sequences, copied out of a pool; it shares no memory with one.
+
+    ``conv [layers, n, D, L]`` and ``recurrent [layers, n, Hv, V, K]`` (always the ``"vk"`` layout),
+    contiguous, in the dtypes of ``geometry``. Raises :class:`GeometryError` where tensors and
+    geometry disagree. An example is at :meth:`StatePool.snapshot`.
+    """
+
+    geometry: PoolGeometry
+    conv: torch.Tensor
+    recurrent: torch.Tensor
+
+    def __post_init__(self) -> None:
+        g, n = self.geometry, self.conv.shape[1] if self.conv.dim() > 1 else 0
+        for name, tensor, tail, dtype in (
+            ("conv", self.conv, g.conv_shape, g.conv_dtype),
+            ("recurrent", self.recurrent, g.state_shape, g.state_dtype),
+        ):
+            shape = (g.layers, n, *tail)
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                came = f"{list(tensor.shape)} {tensor.dtype}"
+                raise GeometryError(
+                    f"StateSnapshot: {name}: expected {list(shape)} {dtype}, got {came}"
+                )
+
+    def __len__(self) -> int:
+        return self.conv.shape[1]
+
+    def to(self, device: torch.device | str) -> StateSnapshot:
+        """The same state on another device."""
+        return StateSnapshot(self.geometry, self.conv.to(device), self.recurrent.to(device))
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with geometry and version in its metadata.
+
+        A file already at ``path`` is replaced only once the new one is complete. Raises
+        :class:`MissingDependencyError` without safetensors.
+        """
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        save_file = _safetensors().torch.save_file
+        tensors = {"conv": self.conv.contiguous(), "recurrent": self.recurrent.contiguous()}
+        about = {"format": _FORMAT, "version": _VERSION, "geometry": self.geometry.to_json()}
+        try:
+            save_file(tensors, str(partial), metadata=about | {"digest": self.geometry.digest})
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | Path, device: torch.device | str = "cpu") -> StateSnapshot:
+        """Read a file written by :meth:`save`.
+
+        Raises :class:`PoolError` for a file that is no snapshot, is of another version, or
+        contradicts itself, and :class:`MissingDependencyError` without safetensors.
+        """
+        safetensors = _safetensors()
+        try:
+            with safetensors.safe_open(str(path), framework="pt", device=str(device)) as file:
+                about = file.metadata() or {}
+                found = about.get("format"), about.get("version")
+                if found != (_FORMAT, _VERSION):
+                    raise PoolError(
+                        f"load: {path}: expected format {_FORMAT!r} version {_VERSION!r}, got "
+                        f"{found[0]!r} version {found[1]!r}"
+                    )
+                geometry = PoolGeometry.from_json(about["geometry"])
+                if about.get("digest") != geometry.digest:
+                    raise GeometryError(
+                        f"load: {path}: expected geometry {geometry.digest} (computed from its "
+                        f"fields), got {about.get('digest')}"
+                    )
+                tensors = [file.get_tensor(name) for name in ("conv", "recurrent")]
+        except PoolError:
+            raise
+        except (safetensors.SafetensorError, ValueError, LookupError, TypeError) as error:
+            raise PoolError(f"load: {path}: expected a state snapshot, got: {error}") from error
+        return StateSnapshot(geometry, *tensors)
+
+
+def parse_bytes(memory: int | str) -> int:
+    """Bytes of an int, or of text such as ``"20 GB"`` (10⁹) or ``"1.5GiB"`` (2³⁰).
+
+    >>> parse_bytes("20 GB"), parse_bytes("1.5GiB"), parse_bytes(7)
+    (20000000000, 1610612736, 7)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(memory).lower())
+    if isinstance(memory, bool | float) or match is None or match[2] not in _UNITS:
+        expected = "bytes as an int, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        raise ContractError("parse_bytes", "memory", expected, repr(memory))
+    return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def geometry_of(
+    parts: list[tuple[torch.Tensor, torch.Tensor]], state_layout: str, conv_order: str, tag: str
+) -> PoolGeometry:
+    """Geometry of adopted tensors ``[layers of it, slots, ..]``, after checking that they agree."""
+    conv, state = parts[0]
+    for kind, (name, dims) in enumerate((("conv", 4), ("recurrent", 5))):
+        like = parts[0][kind]
+        for layer, tensor in enumerate(part[kind] for part in parts):
+            expected, got = "", ""
+            if tensor.dim() != dims:
+                expected = f"{dims} dims, or {dims - 1} for each layer apart"
+                got = f"{tensor.dim()} ({list(tensor.shape)})"
+            elif _kind(tensor) != _kind(like):
+                expected, got = f"{_kind(like)}, as layer 0", _kind(tensor)
+            elif not _apart(tensor):
+                expected, got = "strides that do not overlap", f"{tensor.stride()}"
+            elif kind == 1 and tensor.numel() and not tensor[0, 0].is_contiguous():
+                expected, got = "the last three dims contiguous", f"strides {tensor.stride()}"
+            if expected:
+                where = f"{name}, layer {layer}" if len(parts) > 1 else name
+                raise ContractError("from_tensors", where, expected, got)
+        if like.numel() and len({part[kind].data_ptr() for part in parts}) < len(parts):
+            raise ContractError("from_tensors", name, "memory of its own per layer", "one twice")
+    if conv.shape[:2] != state.shape[:2] or conv.device != state.device:
+        expected = f"layers, slots {list(state.shape[:2])} on {state.device}, as recurrent"
+        raise ContractError("from_tensors", "conv", expected, [*conv.shape[:2], conv.device])
+    channels, columns = conv.shape[2:] if conv_order == "dl" else conv.shape[:1:-1]
+    v_dim, k_dim = state.shape[3:] if state_layout == "vk" else state.shape[:2:-1]
+    return PoolGeometry(
+        layers=sum(part.shape[0] for part, _ in parts),
+        num_v_heads=state.shape[2],
+        conv_channels=channels,
+        head_k_dim=k_dim,
+        head_v_dim=v_dim,
+        conv_columns=columns,
+        state_dtype=state.dtype,
+        conv_dtype=conv.dtype,
+        tag=tag,
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape[1:])} {tensor.dtype} on {tensor.device}"
+
+
+def _apart(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory: each stride steps over all that lies below it."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingDependencyError(
+            "saving and loading state needs safetensors: pip install 'sluice[pool]'"
+        ) from error
+    return safetensors

@@ -1,0 +1,527 @@
+"""StatePool: conv and recurrent state of all gated delta layers of a model, addressed by slot.
+
+A sequence is one slot, the same in every layer. The pool hands slots out, takes them back, copies
+them (fork), and moves them out and in (snapshot, restore, save, load). Operators read and write the
+pool's memory directly: ``decode(..., state=pool.layer(i)[1], slots=pool.indices(mine))``. Storage
+is allocated once and never moves, so CUDA graphs may hold its addresses; copies are queued on the
+current stream.
+
+A call that is refused changes nothing: the pool, its slots and their contents stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sluice.contract.errors import ContractError
+from sluice.state_geometry import (
+    GeometryError,
+    MissingDependencyError,
+    Model,
+    PoolError,
+    PoolGeometry,
+    StateSnapshot,
+    geometry_of,
+    parse_bytes,
+)
+
+__all__ = [
+    "DoubleFreeError",
+    "GeometryError",
+    "MissingDependencyError",
+    "PoolError",
+    "PoolExhaustedError",
+    "PoolGeometry",
+    "Slot",
+    "StatePool",
+    "StateSnapshot",
+    "UseAfterFreeError",
+    "parse_bytes",
+]
+
+StateLayout = Literal["vk", "kv"]
+ConvOrder = Literal["dl", "ld"]
+Slots = int | Sequence[int] | torch.Tensor
+
+_serial = itertools.count()
+
+
+class PoolExhaustedError(PoolError):
+    """More slots were asked for than are free."""
+
+
+class DoubleFreeError(PoolError):
+    """A slot was freed that is not allocated, or is allocated to someone else by now."""
+
+
+class UseAfterFreeError(PoolError):
+    """A slot was used that is not allocated, or is allocated to someone else by now."""
+
+
+class Slot(int):
+    """A row of a pool: an ``int``, fit for any index, that remembers its allocation.
+
+    Given back to the pool it came from, it is recognised as stale once the row was freed, even if
+    the row has a new owner. A plain ``int`` is accepted too, and only checked for being allocated.
+    """
+
+    generation: int
+    pool: int
+
+    def __new__(cls, row: int, generation: int, pool: int) -> Slot:
+        self = super().__new__(cls, row)
+        self.generation, self.pool = generation, pool
+        return self
+
+    def __getnewargs__(self) -> tuple[int, int, int]:  # type: ignore[override]
+        return int(self), self.generation, self.pool
+
+
+class StatePool:
+    """Conv and recurrent state of every linear layer, for ``slots`` sequences.
+
+    Storage is one tensor per kind, ``conv [layers, slots, D, L]`` and ``recurrent [layers, slots,
+    Hv, V, K]``, zero at first. ``state_layout="kv"`` stores ``[.., K, V]`` instead, and
+    ``conv_order="ld"`` keeps channels contiguous (as vLLM does) behind the same ``[.., D, L]``
+    shape. With ``reserve_slot_0`` row 0 is never handed out: pass ``pad_slot=pool.pad_slot`` to
+    operators. ``device`` defaults to the CPU.
+
+    A slot is zeroed when it is allocated, not when it is freed: a late or padded write to a free
+    row then cannot reach the next owner, nor can a NaN of the last one, and freeing costs nothing.
+    ``has_state=False`` on a sequence's first call gives the same numbers without reading the row.
+
+    One lock guards every method, copies included; operators do not take it. Raises
+    ``ContractError`` for an argument that cannot be served.
+
+    >>> pool = StatePool(PoolGeometry(layers=2, num_v_heads=4, conv_channels=96, head_k_dim=8,
+    ...                               head_v_dim=16, conv_dtype=torch.float32), slots=8)
+    >>> first, second = pool.allocate(2)
+    >>> conv, recurrent = pool.layer(0)
+    >>> conv.shape, recurrent.shape
+    (torch.Size([8, 96, 3]), torch.Size([8, 4, 16, 8]))
+    >>> recurrent[first] = 1.0
+    >>> child, = pool.fork(first)
+    >>> pool.free([first, second])
+    >>> pool.indices(child), float(recurrent[child].sum()), pool.available
+    (tensor([2]), 512.0, 7)
+    >>> pool.free(first)
+    Traceback (most recent call last):
+        ...
+    sluice.state_pool.DoubleFreeError: free: expected allocated slots, got slot 0, which is free
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        slots: int,
+        *,
+        state_layout: StateLayout = "vk",
+        conv_order: ConvOrder = "dl",
+        device: torch.device | str = "cpu",
+        reserve_slot_0: bool = False,
+    ) -> None:
+        _check_options(slots, state_layout, conv_order, reserve_slot_0)
+        conv_tail, state_tail = list(geometry.conv_shape), list(geometry.state_shape)
+        if conv_order == "ld":
+            conv_tail.reverse()
+        if state_layout == "kv":
+            state_tail[1:] = state_tail[:0:-1]
+        lead = (geometry.layers, slots)
+        with torch.inference_mode(False):  # or it could not be written outside inference mode
+            conv = torch.zeros(*lead, *conv_tail, dtype=geometry.conv_dtype, device=device)
+            state = torch.zeros(*lead, *state_tail, dtype=geometry.state_dtype, device=device)
+        self._bind(geometry, [(conv, state)], state_layout, conv_order, reserve_slot_0)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Model,
+        slots: int,
+        *,
+        tp: int = 1,
+        conv_columns: int | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        conv_dtype: torch.dtype = torch.bfloat16,
+        tag: str = "",
+        **storage: Any,
+    ) -> StatePool:
+        """A pool for one of ``tp`` ranks of a model; ``storage`` as in the constructor.
+
+        ``model`` is a name of :mod:`sluice.layers.qwen` or a shape; ``conv_columns`` defaults to
+        ``W − 1`` (give more for speculative decoding in engines that keep a longer window).
+
+        >>> StatePool.for_model("qwen3.5-0.8b", slots=1, tp=16).layer(17)[1].shape
+        torch.Size([1, 1, 128, 128])
+        """
+        dtypes = {"state_dtype": state_dtype, "conv_dtype": conv_dtype}
+        geometry = PoolGeometry.for_model(
+            model, tp=tp, conv_columns=conv_columns, tag=tag, **dtypes
+        )
+        return cls(geometry, slots, **storage)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        conv: torch.Tensor | Sequence[torch.Tensor],
+        recurrent: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        state_layout: StateLayout = "vk",
+        conv_order: ConvOrder = "dl",
+        reserve_slot_0: bool = False,
+        tag: str = "",
+    ) -> StatePool:
+        """A pool over tensors that an engine already has; nothing is copied or cleared.
+
+        ``conv``: ``[layers, slots, D, L]`` (``"dl"``) or ``[layers, slots, L, D]`` (``"ld"``), one
+        tensor or a sequence of one ``[slots, ..]`` per layer; any strides that do not overlap.
+        ``recurrent``: likewise ``[layers, slots, Hv, V, K]`` (``"kv"``: ``[.., K, V]``), the last
+        three dims contiguous; ``stride(0)`` of a layer may be larger (pages).
+        All slots are free at first: :meth:`claim` those the engine has filled. Raises
+        ``ContractError`` naming the tensor and layer that does not fit the others.
+
+        >>> page = torch.zeros(5, 100)  # 5 slots; 96 elements of state in a page of 100
+        >>> state = page.as_strided((5, 2, 6, 8), (100, 48, 8, 1))
+        >>> pool = StatePool.from_tensors([torch.zeros(5, 16, 3)], [state], reserve_slot_0=True)
+        >>> slot, = pool.claim([3])
+        >>> page[3] = 1.0
+        >>> float(pool.snapshot(slot).recurrent.sum())
+        96.0
+        """
+        if isinstance(conv, torch.Tensor) and isinstance(recurrent, torch.Tensor):
+            parts = [(conv, recurrent)]
+        else:
+            if len(conv) != len(recurrent) or not len(conv):
+                expected = f"as many layers as conv, {len(conv)}, and at least one"
+                raise ContractError("from_tensors", "recurrent", expected, len(recurrent))
+            parts = [(c.unsqueeze(0), s.unsqueeze(0)) for c, s in zip(conv, recurrent, strict=True)]
+        geometry = geometry_of(parts, state_layout, conv_order, tag)
+        _check_options(parts[0][1].shape[1], state_layout, conv_order, reserve_slot_0)
+        pool = cls.__new__(cls)
+        pool._bind(geometry, parts, state_layout, conv_order, reserve_slot_0)
+        return pool
+
+    def _bind(
+        self,
+        geometry: PoolGeometry,
+        parts: list[tuple[torch.Tensor, torch.Tensor]],  # [layers of it, slots, ..] as stored
+        state_layout: StateLayout,
+        conv_order: ConvOrder,
+        reserve_slot_0: bool,
+    ) -> None:
+        self.geometry, self.state_layout, self.conv_order = geometry, state_layout, conv_order
+        self.slots, self.device = parts[0][1].shape[1], parts[0][1].device
+        self.pad_slot = 0 if reserve_slot_0 else -1
+        self._parts = [(c.mT if conv_order == "ld" else c, s) for c, s in parts]
+        self._tensors = [tensor for part in self._parts for tensor in part]
+        self._layers = [(c[i], s[i]) for c, s in self._parts for i in range(c.shape[0])]
+        self._lock = threading.Lock()
+        self._serial = next(_serial)
+        self._generations = [0] * self.slots
+        self._live: set[int] = set()
+        self._free = list(range(self.pad_slot + 1, self.slots))  # a heap: sorted already
+
+    def __repr__(self) -> str:
+        g = self.geometry
+        return (
+            f"StatePool(layers={g.layers}, slots={self.slots}, available={self.available}, "
+            f"conv={list(g.conv_shape)} {g.conv_dtype}, state={list(g.state_shape)} "
+            f"{g.state_dtype} {self.state_layout!r}, device={str(self.device)!r})"
+        )
+
+    # ---- memory: views, never copies ------------------------------------------------------------
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(conv [slots, D, L], recurrent [slots, Hv, V, K])`` of one linear layer, as views.
+
+        ``index`` counts linear layers (``QwenShape.linear_index`` translates a model's layer
+        number). The recurrent view is ``[slots, Hv, K, V]`` in a ``"kv"`` pool.
+        """
+        if not 0 <= index < len(self._layers):
+            raise ContractError("layer", "index", f"0..{len(self._layers) - 1}", index)
+        return self._layers[index]
+
+    @property
+    def conv(self) -> torch.Tensor:
+        """``[layers, slots, D, L]``, a view. ``PoolError`` if layers were adopted one by one."""
+        return self._whole()[0]
+
+    @property
+    def recurrent(self) -> torch.Tensor:
+        """``[layers, slots, Hv, V, K]`` (``"kv"``: ``[.., K, V]``), a view, as :attr:`conv`."""
+        return self._whole()[1]
+
+    def vllm_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer ``(conv [slots, L, D], recurrent [slots, Hv, V, K])``, as vLLM binds them.
+
+        The memory order is vLLM's default in a pool made with ``conv_order="ld"``.
+        """
+        return [(conv.mT, self._vk(state)) for conv, state in self._layers]
+
+    def sglang_views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(conv [layers, slots, D, L], recurrent [layers, slots, Hv, V, K])``, as SGLang does."""
+        conv, state = self._whole()
+        return conv, self._vk(state)
+
+    def transformers_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer ``(conv [slots, D, L], recurrent [slots, Hv, K, V])``; it wants L = W."""
+        return [(conv, self._vk(state).mT) for conv, state in self._layers]
+
+    def _whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(self._parts) > 1:
+            raise PoolError(
+                "StatePool: expected one tensor for all layers, got a pool over "
+                f"{len(self._parts)} separate ones; use layer(i)"
+            )
+        return self._parts[0]
+
+    def _vk(self, state: torch.Tensor) -> torch.Tensor:
+        return state.mT if self.state_layout == "kv" else state
+
+    def _beside(
+        self, conv: torch.Tensor, state: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A snapshot's tensors beside the pool's, over the same layers: (outside, inside)."""
+        first = 0
+        for pool_conv, pool_state in self._parts:
+            span = slice(first, first := first + pool_conv.shape[0])
+            yield conv[span], pool_conv
+            yield state[span], self._vk(pool_state)
+
+    # ---- slots ----------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """How many slots are free."""
+        return len(self._free)
+
+    @property
+    def allocated(self) -> list[Slot]:
+        """The slots in use, ascending."""
+        with self._lock:
+            return [self._handle(row) for row in sorted(self._live)]
+
+    def allocate(self, n: int = 1) -> list[Slot]:
+        """Take the ``n`` lowest free slots, zeroed in every layer.
+
+        Raises :class:`PoolExhaustedError`, having taken none, when fewer are free.
+        """
+        with self._lock, self._taking("allocate", n) as new:
+            for first, last in _runs(new):
+                for tensor in self._tensors:
+                    tensor[:, first : last + 1].zero_()
+            return new
+
+    def claim(self, slots: Slots) -> list[Slot]:
+        """Mark given free slots as allocated, keeping what is in them: rows filled by an engine.
+
+        Raises :class:`PoolError`, having claimed none, when one is allocated already.
+        """
+        with self._lock:
+            rows = self._rows("claim", slots)
+            if taken := [row for row in rows if row in self._live]:
+                raise PoolError(f"claim: expected free slots, got {taken}, which are allocated")
+            self._free = sorted(set(self._free).difference(rows))
+            return [self._own(row) for row in rows]
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back. A tensor is copied to the host, here as in every method.
+
+        Raises :class:`DoubleFreeError`, having freed none, when one is not allocated (any more).
+        """
+        with self._lock:
+            self._release(self._owned("free", slots, DoubleFreeError))
+
+    def indices(
+        self, slots: Slots, *, pad_to: int | None = None, dtype: torch.dtype = torch.int64
+    ) -> torch.Tensor:
+        """``[n]`` int64 (or ``dtype``) on the pool's device: checked ``slots=`` for an operator.
+
+        ``pad_to`` appends padded rows (``pool.pad_slot``) up to that length. Raises
+        :class:`UseAfterFreeError` when a slot is not allocated (any more).
+        """
+        with self._lock:
+            rows = self._owned("indices", slots)
+        if pad_to is not None:
+            if pad_to < len(rows):
+                raise ContractError("indices", "pad_to", f"at least {len(rows)} (slots)", pad_to)
+            rows += [self.pad_slot] * (pad_to - len(rows))
+        return torch.tensor(rows, dtype=dtype, device=self.device)
+
+    # ---- copies ---------------------------------------------------------------------------------
+
+    def fork(self, slots: Slots, copies: int = 1) -> list[Slot]:
+        """New slots with the same bits: ``copies`` for each of ``slots``, one slot's together.
+
+        Raises :class:`PoolExhaustedError` or :class:`UseAfterFreeError`, having taken none.
+        """
+        if copies < 1:
+            raise ContractError("fork", "copies", "at least 1", copies)
+        with self._lock:
+            parents = [row for row in self._owned("fork", slots) for _ in range(copies)]
+            with self._taking("fork", len(parents)) as new:
+                for parent, child in zip(parents, new, strict=True):
+                    for tensor in self._tensors:
+                        tensor[:, child].copy_(tensor[:, parent])
+                return new
+
+    def snapshot(self, slots: Slots, device: torch.device | str | None = None) -> StateSnapshot:
+        """Copy the state of ``slots`` out, to ``device`` (default: the pool's).
+
+        >>> pool = StatePool(PoolGeometry(layers=3, num_v_heads=2, conv_channels=8), slots=4)
+        >>> mine = pool.allocate(2)
+        >>> saved = pool.snapshot(mine)
+        >>> pool.free(mine)
+        >>> again = pool.restore(saved)
+        >>> saved.recurrent.shape, len(again)
+        (torch.Size([3, 2, 2, 128, 128]), 2)
+        """
+        g, device = self.geometry, self.device if device is None else device
+        with self._lock:
+            rows = self._owned("snapshot", slots)
+            lead = (g.layers, len(rows))
+            conv = torch.empty(*lead, *g.conv_shape, dtype=g.conv_dtype, device=device)
+            state = torch.empty(*lead, *g.state_shape, dtype=g.state_dtype, device=device)
+            for outside, inside in self._beside(conv, state):
+                for n, row in enumerate(rows):
+                    outside[:, n].copy_(inside[:, row])
+        return StateSnapshot(g, conv, state)
+
+    def restore(self, snapshot: StateSnapshot, slots: Slots | None = None) -> list[Slot]:
+        """Write a snapshot's sequences into ``slots``, in order; default: newly allocated ones.
+
+        Raises :class:`GeometryError` for a snapshot of another geometry, ``ContractError`` for
+        another number of slots, :class:`PoolExhaustedError`, :class:`UseAfterFreeError`.
+        """
+        self.geometry.require("restore", snapshot.geometry)
+        with self._lock, contextlib.ExitStack() as stack:
+            if slots is None:
+                new = stack.enter_context(self._taking("restore", len(snapshot)))
+            else:
+                new = [self._handle(row) for row in self._owned("restore", slots)]
+            if len(new) != len(snapshot):
+                expected = f"{len(snapshot)} slots, one for each sequence of the snapshot"
+                raise ContractError("restore", "slots", expected, len(new))
+            for outside, inside in self._beside(snapshot.conv, snapshot.recurrent):
+                for n, row in enumerate(new):
+                    inside[:, row].copy_(outside[:, n])
+            return new
+
+    def save(self, path: str | Path, slots: Slots | None = None) -> None:
+        """Save ``slots`` (default: all in use, ascending) to a safetensors file."""
+        self.snapshot(self.allocated if slots is None else slots, device="cpu").save(path)
+
+    def load(self, path: str | Path, slots: Slots | None = None) -> list[Slot]:
+        """Restore a saved file into ``slots`` (default: newly allocated), in the saved order."""
+        return self.restore(StateSnapshot.load(path), slots)
+
+    # ---- size -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def bytes_per_sequence(model: Model, **options: Any) -> int:
+        """Bytes one sequence takes on one rank: options as in :meth:`PoolGeometry.for_model`.
+
+        >>> StatePool.bytes_per_sequence("qwen3.5-27b", tp=4, state_dtype=torch.bfloat16)
+        19611648
+        """
+        return PoolGeometry.for_model(model, **options).bytes_per_sequence
+
+    @staticmethod
+    def sequences_that_fit(
+        memory: int | str, model: Model, *, reserve_slot_0: bool = False, **options: Any
+    ) -> int:
+        """How many sequences fit in ``memory`` bytes of one rank (``"20 GB"``, ``"1.5 GiB"``).
+
+        GB is 10⁹ bytes, GiB 2³⁰. A reserved slot 0 takes memory and serves no sequence. Options as
+        in :meth:`bytes_per_sequence`.
+
+        >>> StatePool.sequences_that_fit("20 GB", "qwen3.5-27b", tp=4)
+        519
+        """
+        fit = parse_bytes(memory) // StatePool.bytes_per_sequence(model, **options)
+        return max(fit - reserve_slot_0, 0)
+
+    # ---- bookkeeping, under the lock ------------------------------------------------------------
+
+    def _handle(self, row: int) -> Slot:
+        return Slot(row, self._generations[row], self._serial)
+
+    def _own(self, row: int) -> Slot:
+        self._generations[row] += 1
+        self._live.add(row)
+        return self._handle(row)
+
+    def _release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._live.remove(row)
+            heapq.heappush(self._free, int(row))
+
+    @contextlib.contextmanager
+    def _taking(self, op: str, n: int) -> Iterator[list[Slot]]:
+        """The ``n`` lowest free slots; given back when what is done with them fails."""
+        if n < 0:
+            raise ContractError(op, "n", "at least 0", n)
+        if n > len(self._free):
+            raise PoolExhaustedError(
+                f"{op}: expected {n} free slots, got {len(self._free)} free of "
+                f"{self.slots - self.pad_slot - 1} ({len(self._live)} allocated)"
+            )
+        new = [self._own(heapq.heappop(self._free)) for _ in range(n)]
+        try:
+            yield new
+        except BaseException:
+            self._release(new)
+            raise
+
+    def _rows(self, op: str, slots: Slots) -> list[int]:
+        """``slots`` as ints in range, none twice, none of another pool."""
+        if isinstance(slots, torch.Tensor):
+            slots = slots.reshape(-1).tolist()
+        rows = [slots] if isinstance(slots, int) else list(slots)
+        first, last = self.pad_slot + 1, self.slots - 1
+        for row in rows:
+            if isinstance(row, bool) or not isinstance(row, int) or not first <= row <= last:
+                raise ContractError(op, "slots", f"ints in {first}..{last}", repr(row))
+            if isinstance(row, Slot) and row.pool != self._serial:
+                raise ContractError(op, "slots", "slots of this pool", f"{row} of another pool")
+        if len(set(rows)) < len(rows):
+            raise ContractError(op, "slots", "each slot once", rows)
+        return rows
+
+    def _owned(
+        self, op: str, slots: Slots, error: type[PoolError] = UseAfterFreeError
+    ) -> list[int]:
+        """``slots`` as plain ints, all allocated, and still to those who hold them."""
+        rows = self._rows(op, slots)
+        for row in rows:
+            if row not in self._live:
+                raise error(f"{op}: expected allocated slots, got slot {row}, which is free")
+            if isinstance(row, Slot) and row.generation != self._generations[row]:
+                raise error(
+                    f"{op}: slot {row} was freed and has a new owner since: expected generation "
+                    f"{self._generations[row]}, got {row.generation}"
+                )
+        return [int(row) for row in rows]
+
+
+def _check_options(slots: int, state_layout: str, conv_order: str, reserve_slot_0: bool) -> None:
+    if not isinstance(slots, int) or slots < 1 + reserve_slot_0:
+        raise ContractError("StatePool", "slots", f"at least {1 + reserve_slot_0}", slots)
+    if state_layout not in ("vk", "kv"):
+        raise ContractError("StatePool", "state_layout", "'vk' or 'kv'", repr(state_layout))
+    if conv_order not in ("dl", "ld"):
+        raise ContractError("StatePool", "conv_order", "'dl' or 'ld'", repr(conv_order))
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of neighbours in ascending ``rows``."""
+    for _, run in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        members = [int(row) for _, row in run]
+        yield members[0], members[-1]
