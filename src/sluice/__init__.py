@@ -5,9 +5,12 @@
 of a model, ``GatedDeltaNet`` is the layer. ``explain`` and ``doctor`` tell who serves a call.
 """
 
+from typing import Any
+
 from sluice.contract.errors import BackendError, ContractError, SlowPathWarning, SluiceError
 from sluice.dispatch import use_backend
 from sluice.doctor import doctor, explain
+from sluice.layers import GatedDeltaNet
 from sluice.ops import (
     Checkpoints,
     Draft,
@@ -30,12 +33,14 @@ __all__ = [
     "Checkpoints",
     "ContractError",
     "Draft",
+    "GatedDeltaNet",
     "PoolGeometry",
     "SlowPathWarning",
     "SluiceError",
     "StatePool",
     "StateSnapshot",
     "__version__",
+    "accelerate",
     "causal_conv1d",
     "commit",
     "conv_qkv",
@@ -43,9 +48,19 @@ __all__ = [
     "doctor",
     "explain",
     "prefill",
+    "restore",
     "rms_norm_gated",
     "step",
     "use_backend",
     "validate",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``accelerate`` and ``restore``, imported with their integration when first asked for."""
+    if name in ("accelerate", "restore"):
+        from sluice.integrations import transformers
+
+        return getattr(transformers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

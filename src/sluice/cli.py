@@ -1,0 +1,184 @@
+"""The commands: ``sluice demo``, ``sluice doctor``, ``sluice --version``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import sluice
+from sluice.contract.errors import SluiceError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 when all is well, 1 when outputs disagree, 2 for what cannot be done."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        code: int = args.command(args)
+    except SluiceError as error:
+        print(f"sluice: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sluice: interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sluice", description="Gated-delta-network operators: see them run, see what serves."
+    )
+    parser.add_argument("--version", action="version", version=f"sluice {sluice.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(command=None)
+
+    demo = commands.add_parser(
+        "demo",
+        help="a Qwen3.5-shaped model, stock transformers and sluice side by side",
+        description="Run one hybrid model with transformers' own layers and with sluice's, check "
+        "that the outputs agree, then time both. Exit status 1 if they do not agree.",
+    )
+    source = demo.add_mutually_exclusive_group()
+    source.add_argument("--preset", default="Qwen3.5-4B", help="gated delta heads (%(default)s)")
+    source.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint directory instead")
+    for name, kind, default, text in (
+        ("--prompt-length", _count, 512, "tokens of the prompt (%(default)s)"),
+        ("--tokens", _count, 32, "tokens to decode (%(default)s)"),
+        ("--layers", _layers, 4, "layers of a preset's model (%(default)s)"),
+        ("--rounds", _count, 3, "timed runs of each (%(default)s)"),
+    ):
+        demo.add_argument(name, type=kind, default=default, metavar="N", help=text)
+    demo.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (%(default)s)")
+    dtypes = ("float32", "bfloat16", "float16")
+    demo.add_argument("--dtype", choices=dtypes, help="default: float32 on a CPU, else bfloat16")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
+    demo.set_defaults(command=_demo)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="this machine, and which backend serves each operator of each Qwen model",
+        description="Print machine, versions, backends, and who serves what.",
+    )
+    doctor.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    import torch
+
+    from sluice import demo
+
+    _check_device(args.device)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise SluiceError(f"--json: expected a file in a directory that exists, got {args.json}")
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    options = demo.Options(
+        preset=args.preset,
+        model=args.model,
+        prompt_length=args.prompt_length,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        layers=args.layers,
+        device=args.device,
+        dtype=getattr(torch, dtype),
+    )
+    result = demo.run(options, progress)
+    print(f"{result.model}, {dtype}, on {result.machine['device']}", end="")
+    print(f" ({result.machine['threads']} threads)" if args.device == "cpu" else "")
+    for note in result.notes:
+        print(f"  {note}")
+    served = ", ".join(f"{op} {backend}" for op, backend in result.backends.items())
+    print(f"  served by: {served}\n")
+    print(result.agreement())
+    if result.agree:
+        print(f"\n{result.table()}\n")
+        versions = f"transformers {result.machine['transformers']}, torch {result.machine['torch']}"
+        print(f"Medians of {args.rounds} interleaved rounds; {versions}.")
+    if args.json is not None:
+        _write(args.json, json.dumps(result.to_json(), indent=2) + "\n")
+    return 0 if result.agree else 1
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if args.device is not None:
+        _check_device(args.device)
+    print(sluice.doctor(args.device))
+    return 0
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SluiceError(f"--device: expected cpu, cuda or cuda:1, got {name!r}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise SluiceError(f"--device: expected one of {found} CUDA devices, got {name!r}")
+    if device.type not in ("cpu", "cuda"):
+        raise SluiceError(f"--device: expected cpu, cuda or cuda:1, got {name!r}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise SluiceError(f"--json: cannot write {path}: {error.strerror}") from error
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _layers(text: str) -> int:
+    if not text.isdigit() or int(text) < 4:
+        expected = "at least 4 layers, the fourth of which has full attention"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr: rich's where it is installed, plain lines elsewhere.
+
+    Yields a function that names the step that begins.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:
+        count = 0
+
+        def line(step: str) -> None:
+            nonlocal count
+            count += 1
+            print(f"[{count:>{len(str(total))}}/{total}] {step}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, begun = bar.add_task("", total=total), False
+
+        def advance(step: str) -> None:
+            nonlocal begun
+            bar.update(task, description=step, advance=1 if begun else 0)
+            begun = True
+
+        yield advance
+        bar.update(task, advance=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

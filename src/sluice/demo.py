@@ -1,0 +1,361 @@
+"""``sluice demo``: one hybrid model, stock transformers and sluice, outputs compared, then timed.
+
+Nothing is timed before the outputs agreed. Rounds of both are interleaved; medians are reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sluice
+from sluice import dispatch
+from sluice.contract.errors import ContractError, SluiceError
+from sluice.doctor import problems
+from sluice.integrations.transformers import accelerate, known_layers, plain_torch, restore
+from sluice.layers.qwen import ORDERS, QwenShape, from_config, linear_layers_of, preset
+from sluice.state_pool import MissingDependencyError
+from sluice.testing.compare import largest_error, relative_error
+
+KINDS = ("transformers", "sluice")
+PHASES = ("prefill", "prefill_gdn", "decode", "decode_gdn")
+# relative error of the logits; a lost or stale state makes it about 1
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+HIDDEN, VOCABULARY, KEPT_LOGITS = 1024, 4096, 16
+
+Progress = Callable[[int], AbstractContextManager[Callable[[str], None]]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run; ``model`` is a checkpoint directory and replaces ``preset``."""
+
+    preset: str = "Qwen3.5-4B"
+    model: Path | None = None
+    prompt_length: int = 512
+    tokens: int = 32
+    rounds: int = 3
+    layers: int = 4
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Result:
+    """What was seen. ``seconds[phase][kind]`` has one entry a round; empty if outputs disagree."""
+
+    model: str
+    notes: list[str]
+    machine: dict[str, Any]
+    backends: dict[str, str]
+    options: dict[str, Any]
+    error: float
+    largest: float
+    tolerance: float
+    equal_tokens: int
+    all_tokens: int
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    @property
+    def agree(self) -> bool:
+        """Logits within tolerance; in float32 every greedy token the same as well."""
+        exact = self.options["dtype"] == "float32"  # elsewhere near ties may fall either way
+        same = self.equal_tokens == self.all_tokens or not exact
+        return self.error <= self.tolerance and same
+
+    def median(self, phase: str, kind: str) -> float:
+        """Milliseconds."""
+        return 1e3 * statistics.median(self.seconds[phase][kind])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what ``--json`` writes."""
+        medians = {p: {k: round(self.median(p, k), 4) for k in KINDS} for p in self.seconds}
+        return {**asdict(self), "agree": self.agree, "median_ms": medians}
+
+    def agreement(self) -> str:
+        """One sentence."""
+        verb = "agree" if self.agree else "DISAGREE"
+        return (
+            f"Outputs {verb}: relative error of the logits {self.error:.1e} (largest single one "
+            f"{self.largest:.1e}; allowed {self.tolerance:.0e}), {self.equal_tokens} of "
+            f"{self.all_tokens} greedy tokens equal"
+            + ("." if self.options["dtype"] == "float32" else " (near ties may fall either way).")
+        )
+
+    def table(self) -> str:
+        """Times side by side."""
+        prompt, tokens = self.options["prompt_length"], self.options["tokens"]
+        names = {
+            "prefill": f"prefill, {prompt} tokens",
+            "prefill_gdn": "  its gated delta layers",
+            "decode": f"decode, per token of {tokens}",
+            "decode_gdn": "  its gated delta layers",
+        }
+        lines = [f"{'':<28}{'transformers':>14}{'sluice':>14}{'speed-up':>12}"]
+        for phase, name in names.items():
+            stock, ours = (self.median(phase, kind) for kind in KINDS)
+            cells = f"{stock:>11.2f} ms{ours:>11.2f} ms{stock / ours:>11.2f}x"
+            lines.append(f"{name:<28}{cells}")
+        return "\n".join(lines)
+
+
+def run(options: Options, progress: Progress) -> Result:
+    """Build or load the model, compare, and time what agreed."""
+    _need_transformers()
+    if options.model is None:
+        preset(options.preset)  # a name that is not known is refused before anything is shown
+    elif not (options.model / "config.json").is_file():
+        raise SluiceError(f"--model: expected a directory with config.json, got {options.model}")
+    with torch.no_grad(), progress(3 + 2 * options.rounds) as advance:
+        advance("building the model")
+        model, shape, notes = load(options) if options.model else build(options)
+        ids = _prompt(model, options)
+        outputs: dict[str, tuple[Tensor, Tensor]] = {}
+        for kind in KINDS:
+            advance(f"comparing: {kind}")
+            with running(model, kind):
+                feed = outputs["transformers"][1] if outputs else None
+                outputs[kind] = generate(model, ids, options.tokens, feed)
+        result = compare(shape, notes, options, outputs)
+        if not result.agree:
+            return result
+        result.seconds = {phase: {kind: [] for kind in KINDS} for phase in PHASES}
+        _, feed = outputs["transformers"]
+        for i in range(options.rounds):
+            for kind in KINDS if i % 2 == 0 else reversed(KINDS):
+                advance(f"round {i + 1} of {options.rounds}: {kind}")
+                with running(model, kind):
+                    for phase, seconds in timed(model, ids, feed).items():
+                        result.seconds[phase][kind].append(seconds)
+    return result
+
+
+def build(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
+    """A model with a preset's gated delta heads, made small elsewhere; and what was made small."""
+    import transformers
+
+    shape = preset(options.preset)
+    hidden, layers = min(shape.hidden, HIDDEN), options.layers
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "linear_num_key_heads": shape.num_k_heads,
+        "linear_num_value_heads": shape.num_v_heads,
+        "linear_key_head_dim": shape.head_k_dim,
+        "linear_value_head_dim": shape.head_v_dim,
+        "linear_conv_kernel_dim": shape.conv_width,
+    }
+    torch.manual_seed(0)
+    kind: Any
+    if shape.order == "interleaved":
+        config: Any = transformers.Qwen3NextConfig(**sizes, mlp_only_layers=list(range(layers)))
+        kind = transformers.Qwen3NextForCausalLM
+    else:
+        config = transformers.Qwen3_5TextConfig(**sizes)
+        kind = transformers.Qwen3_5ForCausalLM
+    model = kind(config).eval().requires_grad_(False)
+    for layer in known_layers(model):
+        _remembering(layer, shape)
+    linear = len(linear_layers_of(layers))
+    notes = [
+        f"random weights; gated delta heads as in {shape.name}: {shape.num_k_heads} key and "
+        f"{shape.num_v_heads} value heads of {shape.head_v_dim}, conv width {shape.conv_width}",
+        f"made small: {layers} of {shape.layers} layers ({linear} gated delta, the rest full "
+        f"attention), hidden {hidden} of {shape.hidden}, a dense MLP of {2 * hidden}, "
+        f"{VOCABULARY} words",
+    ]
+    return model.to(options.device, options.dtype), shape, notes
+
+
+def load(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
+    """A checkpoint directory, whole."""
+    import transformers
+
+    assert options.model is not None
+    try:
+        kind = json.loads((options.model / "config.json").read_text()).get("model_type")
+        if kind not in ORDERS:
+            raise ContractError("--model", "model_type", f"one of {', '.join(ORDERS)}", repr(kind))
+        config = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True)
+        shape = from_config(config)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            options.model, dtype=options.dtype, local_files_only=True
+        )
+    except SluiceError:
+        raise
+    except Exception as error:  # whatever a damaged checkpoint makes its loaders raise
+        raise SluiceError(f"--model: cannot load {options.model}: {error}") from error
+    notes = [f"checkpoint {options.model}, {shape.layers} layers ({shape.linear_layers} linear)"]
+    return model.to(options.device).eval().requires_grad_(False), shape, notes
+
+
+@contextlib.contextmanager
+def running(model: nn.Module, kind: str) -> Iterator[None]:
+    """The model with its own layers, or with sluice's."""
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    with ExitStack() as stack:
+        if kind == "sluice":
+            accelerate(model)
+            stack.callback(restore, model)
+        else:
+            stack.enter_context(plain_torch(model) if on_cpu else nullcontext())
+        yield
+
+
+def generate(
+    model: Any, ids: Tensor, tokens: int, feed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits of the prompt's end and of every token after it, and the greedy tokens.
+
+    ``feed``: the tokens to decode instead of one's own, so that two runs see the same input.
+    """
+    out = model(ids, use_cache=True, logits_to_keep=min(KEPT_LOGITS, ids.shape[1]))
+    logits, picks = [out.logits], [out.logits[:, -1].argmax(-1, keepdim=True)]
+    for i in range(tokens):
+        token = picks[-1] if feed is None else feed[:, i : i + 1]
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+        picks.append(out.logits[:, -1].argmax(-1, keepdim=True))
+    return torch.cat(logits, dim=1).float(), torch.cat(picks, dim=1)
+
+
+def compare(
+    shape: QwenShape,
+    notes: list[str],
+    options: Options,
+    outputs: dict[str, tuple[Tensor, Tensor]],
+) -> Result:
+    """How far sluice's outputs are from the stock ones."""
+    (exact, expected), (logits, picks) = (outputs[kind] for kind in KINDS)
+    device = torch.device(options.device)
+    ran = ("conv_qkv", "prefill", "rms_norm_gated", "step")
+    served = (p for p in problems(shape, device, options.dtype) if p.op in ran)
+    about = {**asdict(options), "dtype": str(options.dtype).removeprefix("torch.")}
+    return Result(
+        model=shape.name if options.model is None else str(options.model),
+        notes=notes,
+        machine=machine(device),
+        backends={p.op: dispatch.explain_problem(p).chosen or "-" for p in served},
+        options={**about, "model": options.model and str(options.model)},
+        error=relative_error(logits, exact),
+        largest=largest_error(logits, exact),
+        tolerance=TOLERANCE[options.dtype],
+        equal_tokens=int((picks == expected).sum()),
+        all_tokens=picks.numel(),
+    )
+
+
+def timed(model: Any, ids: Tensor, feed: Tensor) -> dict[str, float]:
+    """Seconds of prefill, and of decode per token: the whole model, and its gated delta layers."""
+    watch = Watch(known_layers(model), ids.device)
+    with watch:
+        begin = watch.now()
+        out = model(ids, use_cache=True, logits_to_keep=1)
+        prefill, prefill_gdn = watch.now() - begin, watch.lap()
+        steps, steps_gdn = [], []
+        for token in feed[:, :-1].split(1, dim=1):
+            begin = watch.now()
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            steps.append(watch.now() - begin)
+            steps_gdn.append(watch.lap())
+    medians = statistics.median(steps), statistics.median(steps_gdn)
+    return dict(zip(PHASES, (prefill, prefill_gdn, *medians), strict=True))
+
+
+class Watch:
+    """Adds up the time spent in some modules, by hooks; on a GPU by events, without waiting."""
+
+    def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
+        self.modules, self.device = modules, device
+        self.marks: list[Any] = []  # beginnings and ends in turn
+
+    def now(self) -> float:
+        """The host's clock, once the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def mark(self, *_: Any) -> None:
+        """A hook: remember this moment."""
+        if self.device.type != "cuda":
+            self.marks.append(time.perf_counter())
+        else:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+
+    def lap(self) -> float:
+        """Seconds in the modules since the last call; the device is done."""
+        pairs, self.marks = list(zip(self.marks[::2], self.marks[1::2], strict=True)), []
+        if self.device.type != "cuda":
+            return sum(end - begin for begin, end in pairs)
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+    def __enter__(self) -> Watch:
+        self.hooks = [m.register_forward_pre_hook(self.mark) for m in self.modules]
+        self.hooks += [m.register_forward_hook(self.mark) for m in self.modules]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Where the numbers come from."""
+    import transformers
+
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif (info := Path("/proc/cpuinfo")).is_file():
+        models = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        name = models[0].split(":", 1)[1].strip() if models else name
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "sluice": sluice.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _prompt(model: Any, options: Options) -> Tensor:
+    words = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(words, (1, options.prompt_length), generator=generator).to(options.device)
+
+
+def _remembering(layer: Any, shape: QwenShape) -> None:
+    """Gates as trained models have them, so that outputs depend on the state.
+
+    A fresh transformers layer forgets nearly everything at every token.
+    """
+    layer.A_log.uniform_(0.05, 4.0).log_()
+    layer.dt_bias.uniform_(0.01, 0.2).expm1_().log_()  # softplus of it is 0.01 to 0.2
+    layer.norm.activation = shape.gate_activation
+
+
+def _need_transformers() -> None:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            'the demo compares with transformers: pip install "sluice[transformers]"'
+        ) from error
+    transformers.logging.set_verbosity_error()  # its advice to install other packages

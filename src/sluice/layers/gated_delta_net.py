@@ -1,0 +1,361 @@
+"""GatedDeltaNet: the layer as an ``nn.Module``, with transformers' parameter names.
+
+``mix`` is the layer's computation, for any module that has these parameters: the class here and
+transformers' own layers alike. Heads are grouped by the operators; q and k are never repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sluice import ops
+from sluice.contract.errors import ContractError
+from sluice.contract.problem import MAX_DECODE_TOKENS
+from sluice.layers.qwen import QwenShape, from_config, preset
+from sluice.layers.rows import Rows, check_mask, pack, without_masked
+from sluice.layers.weights import shape_of, split_interleaved
+from sluice.settings import validating
+
+
+class GatedNorm(nn.Module):
+    """The weight of the gated RMSNorm; ``rms_norm_gated`` or ``step`` apply it."""
+
+    def __init__(self, width: int, **factory: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, **factory))
+
+
+class GatedDeltaNet(nn.Module):
+    """A gated delta layer of Qwen3-Next (order "interleaved") or Qwen3.5 and later ("split").
+
+    Projections, causal convolution, gated delta rule, gated norm, output projection. Parameter
+    names and shapes are transformers' own, so its state dicts load as they are.
+
+    Args:
+        shape: dimensions and order, whole or as one rank holds them (``layers.qwen``).
+        device: where parameters are made; torch's default by default. dtype: likewise.
+
+    >>> import torch, sluice
+    >>> from sluice.layers import GatedDeltaNet, QwenShape
+    >>> shape = QwenShape("small", 32, 2, 4, 1, (0,), head_k_dim=8, head_v_dim=8)
+    >>> layer = GatedDeltaNet(shape).requires_grad_(False)
+    >>> x = torch.randn(2, 10, 32)
+    >>> conv_state, state = layer.zero_states(2)
+    >>> y = layer(x[:, :9], conv_state=conv_state, state=state)
+    >>> last = layer(x[:, 9:], conv_state=conv_state, state=state)  # one token, in place
+    >>> torch.allclose(torch.cat([y, last], 1), layer(x), atol=1e-6)
+    True
+    """
+
+    in_proj_qkvz: nn.Linear
+    in_proj_ba: nn.Linear
+    in_proj_qkv: nn.Linear
+    in_proj_z: nn.Linear
+    in_proj_b: nn.Linear
+    in_proj_a: nn.Linear
+
+    def __init__(
+        self,
+        shape: QwenShape,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        D, HV = shape.conv_channels, shape.num_v_heads
+
+        def linear(columns: int, rows: int) -> nn.Linear:
+            return nn.Linear(columns, rows, bias=False, **made)
+
+        if shape.order == "interleaved":
+            self.in_proj_qkvz = linear(shape.hidden, D + shape.value_dim)
+            self.in_proj_ba = linear(shape.hidden, 2 * HV)
+        else:
+            self.in_proj_qkv = linear(shape.hidden, D)
+            self.in_proj_z = linear(shape.hidden, shape.value_dim)
+            self.in_proj_b = linear(shape.hidden, HV)
+            self.in_proj_a = linear(shape.hidden, HV)
+        self.conv1d = nn.Conv1d(D, D, shape.conv_width, groups=D, bias=False, **made)
+        self.dt_bias = nn.Parameter(torch.ones(HV, **made))
+        # away from 0, whose logarithm no dtype holds
+        self.A_log = nn.Parameter(torch.empty(HV, **made).uniform_(0.01, 16).log_())
+        self.norm: nn.Module = GatedNorm(shape.head_v_dim, **made)
+        self.out_proj = linear(shape.value_dim, shape.hidden)
+
+    @classmethod
+    def from_preset(cls, name: str, *, tp: int = 1, **factory: Any) -> GatedDeltaNet:
+        """A layer of a model by name, as one of ``tp`` ranks holds it, with random weights.
+
+        ``factory``: ``device`` and ``dtype``. Weights of a whole layer are divided by
+        ``layers.shard_weights``; the sum over ranks is the layer's output.
+
+        >>> from sluice.layers import GatedDeltaNet
+        >>> layer = GatedDeltaNet.from_preset("qwen3.5-27b", tp=2, device="meta")
+        >>> layer.in_proj_qkv.weight.shape
+        torch.Size([5120, 5120])
+        """
+        return cls(preset(name, tp), **factory)
+
+    @classmethod
+    def from_config(cls, config: Any, *, tp: int = 1, **factory: Any) -> GatedDeltaNet:
+        """A layer of the model that a transformers config describes, with random weights."""
+        return cls(from_config(config).shard(tp), **factory)
+
+    @classmethod
+    def from_transformers(cls, layer: nn.Module) -> GatedDeltaNet:
+        """The same layer with the same parameters: they are shared, nothing is copied.
+
+        Args:
+            layer: ``Qwen3NextGatedDeltaNet``, ``Qwen3_5GatedDeltaNet``,
+                ``Qwen3_5MoeGatedDeltaNet`` or ``Qwen4ExpTextGatedDeltaNet``.
+
+        Raises:
+            ContractError: a layer of another class, or with an activation no operator serves.
+        """
+        net = cls(shape_of(layer), device="meta")
+        for name, child in layer.named_children():
+            setattr(net, name, child)
+        net.A_log, net.dt_bias = layer.A_log, layer.dt_bias  # type: ignore[assignment]
+        return net
+
+    def zero_states(
+        self,
+        n: int,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        state_layout: str = "vk",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``(conv_state, state)`` of ``n`` sequences that have not begun.
+
+        ``conv_state`` [n, D, W - 1] in ``dtype``, ``state`` [n, HV, V, K] ("kv": [n, HV, K, V]) in
+        ``state_dtype``; ``dtype`` and ``device`` default to those of the weights.
+        """
+        s, weight = self.shape, self.conv1d.weight
+        device = weight.device if device is None else device
+        tail = (s.head_v_dim, s.head_k_dim)
+        tail = tail if state_layout == "vk" else tail[::-1]
+        conv = torch.zeros(
+            n, s.conv_channels, s.conv_width - 1, dtype=dtype or weight.dtype, device=device
+        )
+        return conv, torch.zeros(n, s.num_v_heads, *tail, dtype=state_dtype, device=device)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        conv_state: Tensor | None = None,
+        state: Tensor | None = None,
+        slots: Tensor | None = None,
+        write_slots: Tensor | None = None,
+        has_state: Tensor | None = None,
+        pad_slot: int = -1,
+        state_layout: str = "vk",
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        checkpoints: ops.Checkpoints | None = None,
+        batch_invariant: bool = False,
+    ) -> Tensor:
+        """The layer's output; states are continued and updated in place.
+
+        Up to 8 tokens a row, with states, run as one ``step``; everything else as ``conv_qkv``,
+        ``prefill`` and ``rms_norm_gated``.
+
+        Args:
+            hidden_states: [B, T, hidden]; packed sequences as [T, hidden] or [1, T, hidden] with
+                ``cu_seqlens``; [N, hidden] without it is one token of N sequences.
+            conv_state: [P, D, L], L >= W - 1; ``state``: [P, HV, V, K] or [P, HV, K, V]. Both, as
+                ``StatePool.layer(i)`` and ``zero_states`` give them, or neither: then every
+                sequence starts from zero and no state is kept.
+            slots: as in :func:`sluice.prefill`, for both states; so are ``write_slots``,
+                ``has_state``, ``pad_slot``, ``state_layout``, ``cu_seqlens``, ``cu_seqlens_cpu``,
+                ``checkpoints`` (of both states) and ``batch_invariant``.
+            attention_mask: [B, T], not 0 where there is a token. The tokens of a row are
+                neighbours; padding before and behind them is exact: its output is zeros, and no
+                state sees it. A row without tokens keeps its state.
+
+        Returns:
+            [B, T, hidden] (or as the input), in the dtype of the projections.
+
+        Raises:
+            ContractError: an argument does not keep the contract.
+        """
+        rows = Rows(
+            conv_state,
+            state,
+            slots,
+            write_slots,
+            has_state,
+            pad_slot,
+            state_layout,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            checkpoints,
+            batch_invariant,
+        )
+        return mix(self, self.shape, hidden_states, rows, attention_mask)
+
+    def extra_repr(self) -> str:
+        s = self.shape
+        heads = f"heads={s.num_k_heads}/{s.num_v_heads}, K={s.head_k_dim}, V={s.head_v_dim}"
+        return f"{s.name!r}, {heads}, W={s.conv_width}, order={s.order!r}"
+
+
+def mix(
+    layer: Any, shape: QwenShape, x: Tensor, rows: Rows, attention_mask: Tensor | None = None
+) -> Tensor:
+    """The computation of :meth:`GatedDeltaNet.forward` with the parameters of ``layer``."""
+    _check(shape, x, rows, attention_mask)
+    single = x.dim() == 2 and rows.cu_seqlens is None
+    x = x.unsqueeze(1) if single else x
+    T = x.shape[-2]
+    if attention_mask is not None:
+        if rows.state is None:
+            rows = _with_states(shape, x, rows)
+        if T == 1:
+            rows = without_masked(x.shape[0], rows, attention_mask != 0)
+            attention_mask = None
+        else:
+            rows = pack(attention_mask != 0, rows)
+    few = T <= MAX_DECODE_TOKENS and rows.cu_seqlens is None
+    if few and rows.state is not None and rows.checkpoints is None:
+        y = _step(layer, shape, x, rows)
+    else:
+        y = _prefill(layer, shape, x, rows, attention_mask is not None)
+    return y.squeeze(1) if single else y
+
+
+def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
+    """At most 8 tokens a row, from states."""
+    if shape.order == "interleaved":
+        qkvz, ba = layer.in_proj_qkvz(x), layer.in_proj_ba(x)
+    else:
+        qkvz = (layer.in_proj_qkv(x), layer.in_proj_z(x))
+        ba = (layer.in_proj_b(x), layer.in_proj_a(x))
+    assert rows.conv_state is not None
+    assert rows.state is not None
+    y = ops.step(
+        qkvz,
+        ba,
+        conv_weight=layer.conv1d.weight,
+        conv_bias=layer.conv1d.bias,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        norm_weight=layer.norm.weight,
+        conv_state=rows.conv_state,
+        state=rows.state,
+        state_layout=rows.state_layout,
+        order=shape.order,
+        gate_activation=shape.gate_activation,
+        eps=shape.norm_eps,
+        **rows.addressing(),
+    )
+    out: Tensor = layer.out_proj(y)
+    return out
+
+
+def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) -> Tensor:
+    """Any number of tokens; a masked batch comes as one packed row (``pack``)."""
+    s, (B, T) = shape, (x.shape[0], x.shape[-2])
+    qkv, z, b, a = _project(layer, s, x)
+    if masked:
+        qkv, z, b, a = (y.flatten(0, 1) for y in (qkv, z, b, a))
+    where = {
+        **rows.addressing(),
+        "cu_seqlens": rows.cu_seqlens,
+        "cu_seqlens_cpu": rows.cu_seqlens_cpu,
+        "checkpoints": rows.checkpoints,
+    }
+    q, k, v, g, beta = ops.conv_qkv(
+        qkv,
+        layer.conv1d.weight,
+        layer.conv1d.bias,
+        num_k_heads=s.num_k_heads,
+        num_v_heads=s.num_v_heads,
+        head_k_dim=s.head_k_dim,
+        head_v_dim=s.head_v_dim,
+        a=a,
+        b=b,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        state=rows.conv_state,
+        **where,
+    )
+    o, _ = ops.prefill(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state=rows.state,
+        state_layout=rows.state_layout,
+        batch_invariant=rows.batch_invariant,
+        **where,
+    )
+    o = o.unflatten(-2, (s.num_k_heads, s.r))
+    o = ops.rms_norm_gated(
+        o, z, layer.norm.weight, eps=s.norm_eps, activation=s.gate_activation
+    ).flatten(-3)
+    out: Tensor = layer.out_proj(o.unflatten(0, (B, T)) if masked else o)
+    return out
+
+
+def _project(layer: Any, s: QwenShape, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """qkv [.., D] as [Q | K | V], z [.., HK, r, V], b and a [.., HV]."""
+    if s.order == "interleaved":
+        parts, z, b, a = split_interleaved(s, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+        qkv = torch.cat([y.flatten(-2) for y in parts], dim=-1)
+        return qkv, z, b.flatten(-2), a.flatten(-2)
+    z = layer.in_proj_z(x).unflatten(-1, (s.num_k_heads, s.r, s.head_v_dim))
+    return layer.in_proj_qkv(x), z, layer.in_proj_b(x), layer.in_proj_a(x)
+
+
+def _with_states(shape: QwenShape, x: Tensor, rows: Rows) -> Rows:
+    """States that are thrown away: padding is addressed by slots, which need one."""
+    s, B = shape, x.shape[0]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    tail = (s.head_v_dim, s.head_k_dim)
+    tail = tail if rows.state_layout == "vk" else tail[::-1]
+    return rows._replace(
+        conv_state=x.new_zeros(B, s.conv_channels, s.conv_width - 1),
+        state=x.new_zeros(B, s.num_v_heads, *tail, dtype=dtype),
+    )
+
+
+def _check(shape: QwenShape, x: Tensor, rows: Rows, mask: Tensor | None) -> None:
+    """What the operators cannot see: hidden states, the pair of states, the mask."""
+
+    def need(ok: bool, argument: str, expected: str, got: object) -> None:
+        if not ok:
+            raise ContractError("GatedDeltaNet", argument, expected, got)
+
+    sizes = f"[B, T, {shape.hidden}], or packed or one token a row [.., {shape.hidden}]"
+    fits = x.dim() in (2, 3) and x.shape[-1] == shape.hidden
+    need(fits, "hidden_states", f"shape {sizes}", f"shape {list(x.shape)}")
+    for one, other, name in (
+        (rows.state, rows.conv_state, "conv_state"),
+        (rows.conv_state, rows.state, "state"),
+    ):
+        need(one is None or other is not None, name, "a tensor, since the other state is", None)
+    if rows.state is None:
+        for name in ("slots", "write_slots", "has_state", "checkpoints"):
+            need(getattr(rows, name) is None, name, "states beside it", "state=None")
+    if mask is None:
+        return
+    need(rows.cu_seqlens is None, "attention_mask", "None beside cu_seqlens", "both")
+    addressed = rows.pad_slot == -1 or rows.slots is not None
+    need(addressed, "pad_slot", "slots beside it", rows.pad_slot)
+    padded = list(x.shape[:-1]) if x.dim() == 3 else [x.shape[0], 1]
+    need(list(mask.shape) == padded, "attention_mask", f"shape {padded}", list(mask.shape))
+    need(mask.device == x.device, "attention_mask", f"device {x.device}", mask.device)
+    # values are read back here, so not while torch traces
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if mask.shape[1] > 1 and not traced and (mask.device.type == "cpu" or validating()):
+        check_mask(mask)

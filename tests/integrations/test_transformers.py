@@ -1,0 +1,315 @@
+"""``accelerate``: whole transformers models give the same, and keep being transformers models."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from tests.models import FAMILIES, stock_layer, stock_model
+from transformers import DynamicCache, StaticCache
+
+from sluice.contract.errors import ContractError
+from sluice.integrations import transformers as integration
+from sluice.integrations.transformers import accelerate, known_layers, plain_torch, restore
+from sluice.testing.compare import assert_same_bits, assert_within, relative_error
+
+TIGHT = 5e-5  # float32 through four layers
+
+
+def tokens(*size, seed=0):
+    return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual, exact, name="logits"):
+    assert_within(actual, exact, TIGHT, name=name)
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=[("qwen3_next", 2), ("qwen3_5", 3), ("qwen3_5_moe", 1)], ids=str)
+def models(request):
+    """A stock model, and an accelerated copy of it."""
+    family, r = request.param
+    stock = stock_model(family, r=r)
+    with plain_torch(stock):
+        yield stock, accelerate(copy.deepcopy(stock))
+
+
+def test_prefill_decode_and_continuation_equal_stock(models):
+    stock, ours = models
+    caches = [DynamicCache(config=stock.config) for _ in range(2)]
+    for i, T in enumerate((70, 1, 1, 5, 1, 30, 1)):
+        ids = tokens(2, T, seed=i)
+        exact = stock(ids, past_key_values=caches[0]).logits
+        close(ours(ids, past_key_values=caches[1]).logits, exact, f"call {i}")
+    for theirs, mine in zip(caches[0].layers, caches[1].layers, strict=True):
+        if hasattr(theirs, "recurrent_states"):
+            close(mine.recurrent_states[0], theirs.recurrent_states[0], "recurrent state")
+            close(mine.conv_states[0], theirs.conv_states[0], "conv state")
+            assert mine.conv_states[0].shape[-1] == 4
+            assert mine.recurrent_states[0].dtype == torch.float32
+
+
+def test_generate_gives_the_same_greedy_tokens(models):
+    stock, ours = models
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    ids[1, :7], mask[1, :7] = 0, 0  # left padding, as generate wants it
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    exact = stock.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), exact)
+    assert torch.equal(ours.generate(ids, **options), exact)  # nothing stays behind
+    beams = {**options, "num_beams": 3}
+    assert torch.equal(ours.generate(ids, **beams), stock.generate(ids, **beams))
+
+
+def test_the_cache_is_updated_in_place(models):
+    stock, ours = models
+    cache = DynamicCache(config=stock.config)
+    ours(tokens(1, 9), past_key_values=cache)
+    before = [x.data_ptr() for x in (cache.get_conv_state(0), cache.get_recurrent_state(0))]
+    for T in (1, 3, 20):
+        ours(tokens(1, T), past_key_values=cache)
+    after = [x.data_ptr() for x in (cache.get_conv_state(0), cache.get_recurrent_state(0))]
+    assert before == after
+
+
+def test_a_reset_cache_starts_anew(models):
+    stock, ours = models
+    cache = StaticCache(config=stock.config, max_cache_len=32)
+    first = ours(tokens(1, 9), past_key_values=cache).logits
+    cache.reset()
+    close(ours(tokens(1, 9), past_key_values=cache).logits, first)
+
+
+def test_right_padding_continues_as_if_it_were_not_there_row_27(models):
+    """A batch of prompts padded on the right, then one token each: stock gets it wrong."""
+    stock, ours = models
+    lengths, T = (9, 14), 14
+    ids, mask = tokens(2, T), torch.ones(2, T, dtype=torch.int64)
+    mask[0, lengths[0] :] = 0
+    last = tokens(2, 1, seed=5)
+    logits = {}
+    for name, model in (("stock", stock), ("ours", ours)):
+        cache = DynamicCache(config=stock.config)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        more = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
+        position = torch.tensor(lengths).view(2, 1)
+        logits[name] = model(
+            last, attention_mask=more, position_ids=position, past_key_values=cache
+        ).logits
+    alone = torch.cat([ids[:1, : lengths[0]], last[:1]], dim=1)
+    exact = stock(alone).logits[:, -1:]
+    close(logits["ours"][:1], exact)
+    assert relative_error(logits["stock"][:1], exact) > 0.01
+    close(logits["ours"][1:], logits["stock"][1:], "the row without padding")
+
+
+def test_packed_sequences_do_not_leak_row_29(models):
+    stock, ours = models
+    lengths = (6, 11, 4)
+    ids = tokens(1, sum(lengths))
+    position = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packed = {"position_ids": position, "cu_seq_lens_q": borders, "use_cache": False}
+    logits = ours(ids, **packed).logits
+    for a, b in itertools.pairwise(borders):
+        close(logits[:, a:b], stock(ids[:, a:b]).logits)
+    leaked = stock(ids, **packed).logits  # its torch functions know nothing of packing
+    assert relative_error(leaked[:, lengths[0] :], logits[:, lengths[0] :]) > 0.01
+    with pytest.raises(ContractError, match="cu_seq_lens_q: expected a tensor beside seq_idx"):
+        ours(ids, position_ids=position, seq_idx=torch.zeros_like(ids), use_cache=False)
+
+
+def test_a_cpu_model_runs_where_the_stock_choice_of_fla_crashes_row_28(monkeypatch):
+    """transformers takes FLA at import, whatever the device; on a CPU Triton then raises."""
+    stock = stock_model("qwen3_5")
+    exact = stock(tokens(1, 9)).logits
+    file = sys.modules[type(stock).__module__]
+
+    def no_driver(*args, **kwargs):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        monkeypatch.setattr(file, name, no_driver)
+    with pytest.raises(RuntimeError, match="active drivers"):
+        stock(tokens(1, 9))
+    ours = accelerate(stock)
+    close(ours(tokens(1, 9)).logits, exact)
+    assert ours.generate(tokens(1, 5), max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+def test_gradients_take_the_stock_path_and_one_warning_says_so(models, monkeypatch):
+    stock, ours = models
+    monkeypatch.setattr(integration, "_warned", set())
+    ids = tokens(1, 9)
+    with torch.enable_grad(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ours(ids, labels=ids).loss.backward()
+        ours(ids)
+        stock(ids, labels=ids).loss.backward()
+    assert len([w for w in seen if "gradients are on" in str(w.message)]) == 1
+    for layer, same in zip(known_layers(ours), known_layers(stock), strict=True):
+        close(layer.A_log.grad, same.A_log.grad, "gradient")
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.requires_grad_(False)(ids)  # frozen: nothing wants a gradient
+
+
+def test_a_cache_that_records_its_past_is_left_to_transformers(models, monkeypatch):
+    stock, ours = models
+    monkeypatch.setattr(integration, "_warned", set())
+    caches = [DynamicCache(config=stock.config) for _ in range(2)]
+    for cache in caches:
+        for layer in cache.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+    with pytest.warns(UserWarning, match="records its past"):
+        mine = ours(tokens(1, 9), past_key_values=caches[1]).logits
+    close(mine, stock(tokens(1, 9), past_key_values=caches[0]).logits)
+    assert caches[1].layers[0].conv_states[0].shape[-1] == 9
+
+
+def test_restore_gives_the_stock_bits_back(models):
+    stock, ours = models
+    ids = tokens(1, 20)
+    exact = stock(ids).logits
+    assert restore(ours) is ours
+    assert_same_bits(ours(ids).logits, exact, "restored")
+    assert all("forward" not in layer.__dict__ for layer in known_layers(ours))
+    restore(ours)
+    accelerate(accelerate(ours))
+    close(ours(ids).logits, exact)
+    assert_same_bits(restore(ours)(ids).logits, exact, "restored after twice")
+
+
+def test_state_dict_modules_and_copies_stay_what_they_were(models):
+    stock, ours = models
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert [n for n, _ in ours.named_modules()] == [n for n, _ in stock.named_modules()]
+    twin = copy.deepcopy(ours)
+    for layer in known_layers(twin):
+        layer.out_proj.weight.data.zero_()
+    ids = tokens(1, 9)
+    close(ours(ids).logits, stock(ids).logits)
+    for layer in known_layers(stock):
+        layer.out_proj.weight.data.zero_()
+    close(twin(ids).logits, stock(ids).logits, "the copy")
+
+
+def test_weights_loaded_or_moved_afterwards_are_used(models):
+    stock, ours = models
+    other = copy.deepcopy(stock)
+    for layer in known_layers(other):
+        layer.A_log.data.add_(1.0)
+    ours.load_state_dict(other.state_dict(), assign=True)
+    ids = tokens(1, 40)
+    close(ours(ids).logits, other(ids).logits)
+    half = ours.to(torch.bfloat16)(ids).logits
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, other(ids).logits) < 0.1
+
+
+def test_unknown_layers_are_left_alone_and_none_known_is_refused():
+    class MyGatedDeltaNet(nn.Module):
+        def forward(self, x):
+            return x
+
+    mixed = nn.ModuleList([stock_layer("qwen3_5"), MyGatedDeltaNet()])
+    accelerate(mixed)
+    assert "forward" in mixed[0].__dict__
+    assert "forward" not in mixed[1].__dict__
+    with pytest.raises(ContractError, match=r"accelerate: model: .*Qwen3_5GatedDeltaNet"):
+        accelerate(nn.Linear(2, 2))
+
+
+def test_a_layer_that_is_refused_leaves_the_others_as_they_were():
+    layers = nn.ModuleList([stock_layer("qwen3_5"), stock_layer("qwen3_5")])
+    layers[1].activation = "gelu"
+    with pytest.raises(ContractError, match="activation"):
+        accelerate(layers)
+    assert not any(integration.is_accelerated(layer) for layer in layers)
+
+
+class Hook:
+    """Stands in for a hook of the accelerate package."""
+
+    def __init__(self):
+        self.calls = []
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.calls.append(("pre", type(module).__name__))
+        return args, kwargs
+
+    def post_forward(self, module, output):
+        self.calls.append(("post", type(module).__name__))
+        return output
+
+
+def hooked(layer, hook):
+    """Wrap a layer's forward in the way accelerate's ``add_hook_to_module`` does."""
+    layer._old_forward = layer.forward
+
+    def forward(*args, **kwargs):
+        hook.calls.append(("pre", "layer"))
+        return layer._old_forward(*args, **kwargs)
+
+    layer.forward = forward
+    layer.conv1d._hf_hook = hook
+    layer.norm._hf_hook = hook
+    return layer
+
+
+def test_hooks_of_offloaded_weights_still_fire():
+    layer, hook, x = stock_layer("qwen3_5"), Hook(), torch.randn(1, 9, 48)
+    exact = layer(x)
+    accelerate(hooked(layer, hook))
+    close(layer(x), exact)
+    fired = [("pre", "layer"), ("pre", "Conv1d"), ("pre", "Qwen3_5RMSNormGated")]
+    assert hook.calls == [*fired, ("post", "Qwen3_5RMSNormGated"), ("post", "Conv1d")]
+    restore(layer)
+    assert_same_bits(layer(x), exact, "restored")
+
+
+def test_a_forward_that_was_replaced_before_comes_back():
+    layer, x = stock_layer("qwen3_5"), torch.randn(1, 9, 48)
+    layer.forward = lambda *args, **kwargs: "mine"
+    assert restore(accelerate(layer))(x) == "mine"
+
+
+def test_compiled_decode_with_a_static_cache_equals_stock():
+    stock = stock_model("qwen3_5")
+    ours = accelerate(copy.deepcopy(stock))
+    caches = [StaticCache(config=stock.config, max_cache_len=32) for _ in range(2)]
+    with plain_torch(stock):
+        for model, cache in zip((stock, ours), caches, strict=True):
+            model(tokens(1, 9), past_key_values=cache)
+        compiled = torch.compile(ours.forward, backend="aot_eager", fullgraph=True)
+        for t in range(3):
+            ids, where = tokens(1, 1, seed=t), torch.tensor([[9 + t]])
+            exact = stock(ids, position_ids=where, past_key_values=caches[0]).logits
+            close(compiled(ids, position_ids=where, past_key_values=caches[1]).logits, exact)
+
+
+def test_importing_the_adapter_does_not_import_transformers():
+    code = (
+        "import sys, sluice, sluice.layers, sluice.integrations.transformers\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_family_is_covered():
+    assert set(FAMILIES) == {"qwen3_next", "qwen3_5", "qwen3_5_moe"}

@@ -1,0 +1,192 @@
+"""The commands: what they print, what they refuse, and that the demo cannot be fooled."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sluice
+from sluice import cli
+
+SMALL = ["--prompt-length", "20", "--tokens", "3", "--rounds", "1", "--preset", "qwen3.5-0.8b"]
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    """The demo's module, its models made smaller still; heads stay 16 of 128."""
+    pytest.importorskip("transformers")
+    from sluice import demo
+
+    monkeypatch.setattr(demo, "HIDDEN", 64)
+    monkeypatch.setattr(demo, "VOCABULARY", 128)
+    return demo
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Make packages look as if they were not installed."""
+
+    def hide(*packages):
+        real = builtins.__import__
+
+        def find(name, *args, **kwargs):
+            if name.split(".")[0] in packages:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", find)
+
+    return hide
+
+
+def refused(capsys, *argv):
+    """The message of a command that ends with status 2, and no traceback."""
+    try:
+        code = cli.main(list(argv))
+    except SystemExit as exit_:  # argparse's own
+        code = exit_.code
+    out, err = capsys.readouterr()
+    assert code == 2, out + err
+    assert "Traceback" not in err
+    assert not out
+    return err
+
+
+def test_version_and_help_as_a_program():
+    python = [sys.executable, "-m", "sluice.cli"]
+    done = subprocess.run([*python, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"sluice {sluice.__version__}"
+    done = subprocess.run(python, capture_output=True, text=True, check=True)
+    assert "demo" in done.stdout
+    assert "doctor" in done.stdout
+
+
+def test_doctor_prints_the_report(capsys):
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("torch", "reference", "Qwen3.5-27B", "rms_norm_gated"):
+        assert expected in out
+
+
+@pytest.mark.parametrize("preset", ["qwen3.5-0.8b", "Qwen3-Next-80B-A3B", "Qwen3.8-Flash-Next"])
+def test_demo_agrees_prints_times_and_writes_them(small_demo, capsys, tmp_path, preset):
+    file = tmp_path / "numbers.json"
+    assert cli.main(["demo", *SMALL[:-1], preset, "--json", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert "Outputs agree" in out
+    assert "4 of 4 greedy tokens equal" in out
+    assert "prefill, 20 tokens" in out
+    assert "made small: 4 of" in out
+    assert "Traceback" not in err
+    numbers = json.loads(file.read_text())
+    assert numbers["agree"] is True
+    assert numbers["error"] < 1e-4
+    assert set(numbers["seconds"]) == {"prefill", "prefill_gdn", "decode", "decode_gdn"}
+    for phase in ("prefill", "decode"):
+        for kind in ("transformers", "sluice"):
+            whole, layers = (numbers["median_ms"][p][kind] for p in (phase, f"{phase}_gdn"))
+            assert 0 < layers < whole
+
+
+@pytest.mark.parametrize("fault", ["a state that is not kept", "outputs two percent too large"])
+def test_demo_notices_a_wrong_result_and_does_not_time_it_row_33(
+    small_demo, monkeypatch, capsys, tmp_path, fault
+):
+    from sluice.integrations import transformers as integration
+
+    right = integration.mix
+
+    def wrong(layer, shape, x, rows, mask=None):
+        if fault.startswith("outputs"):
+            return right(layer, shape, x, rows, mask) * 1.02
+        return right(layer, shape, x, rows._replace(state=rows.state.clone()), mask)
+
+    monkeypatch.setattr(integration, "mix", wrong)
+    file = tmp_path / "numbers.json"
+    assert cli.main(["demo", *SMALL, "--json", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "Outputs DISAGREE" in out
+    assert " ms" not in out
+    assert json.loads(file.read_text())["seconds"] == {}
+
+
+def test_demo_leaves_nothing_behind(small_demo):
+    options = small_demo.Options(preset="qwen3.5-0.8b")
+    model, _, _ = small_demo.build(options)
+    file = sys.modules[type(model).__module__]
+    before = file.torch_chunk_gated_delta_rule
+    for kind in small_demo.KINDS:
+        with small_demo.running(model, kind):
+            pass
+    assert file.torch_chunk_gated_delta_rule is before
+    assert not any("forward" in layer.__dict__ for layer in small_demo.known_layers(model))
+
+
+def test_demo_loads_a_checkpoint_directory(small_demo, capsys, tmp_path):
+    from tests.models import stock_model
+
+    stock_model("qwen3_5").save_pretrained(tmp_path / "model")
+    args = ["--model", str(tmp_path / "model"), "--prompt-length", "9", "--tokens", "2"]
+    assert cli.main(["demo", *args, "--rounds", "1", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "4 layers (3 linear)" in out
+    assert "near ties" in out
+
+
+def test_demo_works_without_rich(small_demo, without, capsys):
+    without("rich")
+    assert cli.main(["demo", *SMALL]) == 0
+    err = capsys.readouterr().err
+    assert "[1/5] building the model" in err
+    assert "[5/5] round 1 of 1: sluice" in err
+
+
+def test_demo_without_transformers_names_the_extra(without, capsys):
+    without("transformers")
+    assert 'pip install "sluice[transformers]"' in refused(capsys, "demo")
+
+
+def test_mistakes_are_answered_with_what_was_expected(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    cases = {
+        ("demo", "--preset", "qwen3.5-35b"): "did you mean 'Qwen3.5-35B-A3B'?",
+        ("demo", "--preset", "llama"): "a known model (one of Qwen3-Next-80B-A3B",
+        ("demo", "--tokens", "0"): "expected a number of at least 1, got '0'",
+        ("demo", "--layers", "3"): "expected at least 4 layers",
+        ("demo", "--device", "banana"): "--device: expected cpu, cuda or cuda:1, got 'banana'",
+        ("demo", "--model", str(tmp_path)): "expected a directory with config.json",
+        ("demo", "--preset", "x", "--model", "y"): "not allowed with argument",
+        ("demo", "--dtype", "int8"): "invalid choice: 'int8'",
+        ("dmeo",): "invalid choice: 'dmeo'",
+        ("doctor", "--device", "mps"): "--device: expected cpu, cuda or cuda:1",
+    }
+    if not torch.cuda.is_available():
+        cases["demo", "--device", "cuda"] = "expected one of 0 CUDA devices, got 'cuda'"
+    for argv, message in cases.items():
+        assert message in refused(capsys, *argv), argv
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    assert "model_type: expected one of qwen3_next" in refused(
+        capsys, "demo", "--model", str(tmp_path)
+    )
+    for text in ("{", '{"model_type": "qwen3_5_text"}'):  # damaged, and without weights
+        (tmp_path / "config.json").write_text(text)
+        assert "--model: cannot load" in refused(capsys, "demo", "--model", str(tmp_path))
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(capsys, tmp_path):
+    message = refused(capsys, "demo", "--json", str(tmp_path / "no" / "such.json"))
+    assert "--json: expected a file in a directory that exists" in message
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sluice, "doctor", interrupt)
+    assert cli.main(["doctor"]) == 130
+    assert "interrupted" in capsys.readouterr().err
