@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -62,16 +63,16 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 def select(problem: Problem, backend: str | None = None) -> Kernel:
     """The function that serves ``problem``; warns once when a faster backend refused it."""
-    kernel, warning = _select(problem, backend or _forced.get())
+    kernel, warning = _select(problem, _forced.get() if backend is None else backend)
     if warning is not None and (problem.op, warning) not in _warned:
         _warned.add((problem.op, warning))
-        warnings.warn(warning, SlowPathWarning, stacklevel=4)
+        warnings.warn(warning, SlowPathWarning, stacklevel=_depth())
     return kernel
 
 
 def explain_problem(problem: Problem, backend: str | None = None) -> Explanation:
     """Which backend serves ``problem`` and why each one before it does not."""
-    return _explain(problem, backend or _forced.get())
+    return _explain(problem, _forced.get() if backend is None else backend)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,7 +130,7 @@ def unavailable(name: str) -> str | None:
     """Why the backend cannot run here at all (a missing package or device); None if it can."""
     try:
         reason: str | None = _module(name).unavailable()
-    except ImportError as error:
+    except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
         return f"cannot be imported: {error}"
     return reason
 
@@ -145,9 +146,23 @@ def devices(name: str) -> tuple[str, ...]:
 
 
 def _meant_for(name: str, problem: Problem) -> bool:
-    """Whether a refusal is worth a warning: the backend has this operator for this device."""
-    module = _module(name)
+    """Whether a refusal is worth a warning: the backend has this operator for this device.
+
+    What cannot even be imported is always worth one.
+    """
+    try:
+        module = _module(name)
+    except Exception:
+        return True
     return problem.op in module.OPS and problem.device.type in module.DEVICES
+
+
+def _depth() -> int:
+    """How far up the program's own line is: a warning points there, not into this package."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sluice."):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 @functools.cache

@@ -19,13 +19,16 @@ from sluice.layers.qwen import PRESETS, QwenShape
 PACKAGES = ("torch", "triton", "numba", "transformers", "onnxruntime", "safetensors")
 
 
-def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> dispatch.Explanation:
+def explain(
+    op: str, *args: Any, backend: str | None = None, device: str | None = None, **kwargs: Any
+) -> dispatch.Explanation:
     """Which backend would serve this call, and why the others do not. Nothing is run.
 
     Args:
         op: the operator's name.
         args: the call's own arguments (tensors on the "meta" device will do); so are ``kwargs``.
         backend: explain this choice instead of the default one.
+        device: where meta tensors are meant to be: the GPU where there is one by default.
 
     Returns:
         an explanation that prints itself: the choice first, then every refusal.
@@ -42,9 +45,12 @@ def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> d
     """
     if op not in library.OPERATORS:
         raise ValueError(f"op: expected one of {sorted(library.OPERATORS)}, got {op!r}")
-    with library.probing() as problems:
+    with library.probing() as found:
         getattr(ops, op)(*args, **kwargs)
-    return dispatch.explain_problem(problems[0], backend)
+    problem = found[0]
+    if device is not None or problem.device.type == "meta":
+        problem = replace(problem, device=_device(device))
+    return dispatch.explain_problem(problem, backend)
 
 
 def doctor(device: str | None = None) -> str:
@@ -53,19 +59,16 @@ def doctor(device: str | None = None) -> str:
     Args:
         device: "cpu" or "cuda"; the GPU where there is one by default.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = _device(device)
     lines = [*_machine(), "", "Backends, fastest first"]
     for name in dispatch.ORDER:
         missing = dispatch.unavailable(name)
         state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
         lines.append(f"  {name:<10} {state}")
-    lines += ["", f"Who serves what on {device} (bfloat16 inputs, float32 state)"]
+    lines += ["", f"Who serves what on {where} (bfloat16 inputs, float32 state)"]
     groups: dict[tuple[str, ...], list[str]] = {}
     for shape in dict.fromkeys(PRESETS.values()):
-        chosen = tuple(
-            dispatch.explain_problem(p).chosen or "-" for p in problems(shape, torch.device(device))
-        )
+        chosen = tuple(dispatch.explain_problem(p).chosen or "-" for p in problems(shape, where))
         groups.setdefault(chosen, []).append(shape.name)
     for row, names in groups.items():
         lines += [f"  {', '.join(names)}"]
@@ -134,6 +137,12 @@ def calls(shape: QwenShape, dtype: torch.dtype) -> Iterator[tuple[str, dict[str,
     yield "rms_norm_gated", {"args": [empty(T, HV, V), empty(T, HV, V), empty(V)]}
     whole = {"conv_state": window["state"], **state, **slots, **weights, "order": shape.order}
     yield "step", {"args": [empty(N, D + HV * V), empty(N, 2 * HV)], **whole}
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
 
 
 def _machine() -> Iterator[str]:

@@ -116,12 +116,20 @@ def probing() -> Iterator[list[Problem]]:
 
 def call(op: Operator, t: Any, o: Any, backend: str | None = None) -> None:
     """Run a call whose tensors are canonical and whose outputs are allocated."""
-    if (problems := _probed.get()) is not None:
+    compiling = torch.compiler.is_compiling()  # asked first: a compiler cannot read a ContextVar
+    if not compiling and (problems := _probed.get()) is not None:
         problems.append(problem_of(op, t, o))
-    elif torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    elif compiling or _traced(t[0]):
         getattr(torch.ops.sluice, op.name)(*_flat(t), *o, backend)
     else:
         run(op, t, o, backend)
+
+
+def _traced(x: Tensor) -> bool:
+    """Whether torch follows this call: in a dispatch mode, or on tensors without data."""
+    if x.is_meta or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def run(op: Operator, t: Any, o: Any, backend: str | None) -> None:
@@ -135,8 +143,12 @@ def run(op: Operator, t: Any, o: Any, backend: str | None) -> None:
 
 def problem_of(op: Operator, t: Any, o: Any) -> Problem:
     """The checked problem, remembered by metadata: a serving loop checks each shape once."""
-    key = (op.name, o, *(None if x is None else _metadata(x) for x in _flat(t)))
-    problem = _problems.get(key)
+    try:
+        key = (op.name, o, *(None if x is None else _metadata(x) for x in _flat(t)))
+        problem = _problems.get(key)
+    except (AttributeError, TypeError):  # not a tensor, or an option without a hash: named there
+        op.check(t, o)
+        raise
     if problem is None:
         problem = op.check(t, o)
         if len(_problems) >= _MOST_PROBLEMS:
@@ -161,9 +173,12 @@ _NO_GRADIENT = "{}: no gradient is defined; call it under torch.no_grad() or inf
 
 class _NoGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: str, output: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.op = op
-        return output.view_as(output)
+    def forward(op: str, output: Tensor, *inputs: Tensor) -> Tensor:
+        return output.data  # not a view: a state that comes back is written in place again
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.op = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

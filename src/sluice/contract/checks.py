@@ -5,9 +5,9 @@ Shapes in messages are in the canonical form: ``[B, T, heads, width]``, packed i
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sluice.contract import need as shared
@@ -68,8 +68,7 @@ def delta(op: str, t: DeltaTensors, o: DeltaOptions) -> DeltaProblem:
     shared.state(need, t.state, (HV, *tail), N, t.rows, t.q.dtype)
     rows = shared.addressing(need, t.rows, N, t.state.shape[0], o.pad_slot)
     kind = shared.checkpoints(need, t, o.checkpoint_every, N)
-    scale = K**-0.5 if o.scale is None else float(o.scale)
-    need(math.isfinite(scale), "scale", "a finite number", scale)
+    scale = K**-0.5 if o.scale is None else need.number(o.scale, "scale")
     need.out(t.out, "out", (B, T, max(HQ, HV), V), t.v.dtype)
     need.innermost(t.out, "out")
     return DeltaProblem(
@@ -111,18 +110,7 @@ def commit(t: CommitTensors, o: CommitOptions) -> CommitProblem:
     tail = (V, K) if o.state_layout == "vk" else (K, V)
     shared.state(need, t.state, (HV, *tail), N, t.rows, t.draft_k.dtype)
     rows = shared.addressing(need, t.rows, N, t.state.shape[0], o.pad_slot)
-    D = L = 0
-    if t.conv_inputs is not None or t.conv_state is not None:
-        x, window = t.conv_inputs, t.conv_state
-        need(x is not None, "conv_inputs", "a tensor, since conv_state is given", None)
-        need(window is not None, "conv_state", "a tensor, since conv_inputs is given", None)
-        assert x is not None
-        assert window is not None
-        need.tensor(x, "conv_inputs", (B, T, None), FLOATS, "[B, T, D]")
-        D = x.shape[2]
-        L = shared.conv_state(need, "conv_state", window, D, 1, N, t.rows)
-        same = window.shape[0] >= t.state.shape[0] or t.rows.slots is None
-        need(same, "conv_state", f"the {t.state.shape[0]} slots of state", window.shape[0])
+    D, L = shared.window(need, t.conv_inputs, t.conv_state, (B, T, N), t.state.shape[0], t.rows)
     return CommitProblem(
         op="commit",
         device=t.draft_k.device,
@@ -144,6 +132,16 @@ def commit(t: CommitTensors, o: CommitOptions) -> CommitProblem:
         L=L,
         conv_dtype=None if t.conv_state is None else t.conv_state.dtype,
     )
+
+
+def window(op: str, conv_inputs: Tensor | None, conv_state: Tensor | None, t: DeltaTensors) -> None:
+    """Check the conv window that ``verify`` hands on to ``commit``, before anything runs."""
+    if conv_inputs is None and conv_state is None:
+        return
+    need, (B, T) = Need(op, t.q.device), t.q.shape[:2]
+    N = shared.sequences(need, t.rows, B)
+    need.tensor(t.state, "state", (None,) * 4, FLOATS)
+    shared.window(need, conv_inputs, conv_state, (B, T, N), t.state.shape[0], t.rows)
 
 
 def conv(t: ConvTensors, o: ConvOptions) -> ConvProblem:
@@ -184,7 +182,9 @@ def conv_qkv(t: ConvQkvTensors, o: ConvOptions) -> ConvQkvProblem:
         if raw is not None:
             assert made is not None
             need.tensor(raw, names[0], (B, T, HV), FLOATS, "[B, T, HV]")
-            need.out(made, names[1], (B, T, HV), made.dtype)
+            # never narrower: beta rounded to bfloat16 drifts over thousands of decode steps
+            wide = torch.float64 if t.x.dtype == torch.float64 else torch.float32
+            need.out(made, names[1], (B, T, HV), wide)
     need(not o.neg_eigval or t.b is not None, "neg_eigval", "False, since b is not given", True)
     return ConvQkvProblem(
         **fields,
@@ -208,10 +208,10 @@ def norm(t: NormTensors, o: NormOptions) -> NormProblem:
     need.tensor(t.z, "z", tuple(t.x.shape), FLOATS, "x's")
     need.tensor(t.weight, "weight", (V,), FLOATS, "[V]")
     need.choice(o.activation, "activation", ("silu", "sigmoid"))
-    need(o.eps >= 0 and math.isfinite(o.eps), "eps", "a finite number >= 0", o.eps)
+    eps = need.number(o.eps, "eps", least=0.0)
+    need.out(t.out, "out", tuple(t.x.shape), t.x.dtype)
     for x, name in ((t.x, "x"), (t.z, "z"), (t.weight, "weight"), (t.out, "out")):
         need.innermost(x, name)
-    need.out(t.out, "out", tuple(t.x.shape), t.x.dtype)
     rows = t.x.numel() // V if V > 0 else 0
     return NormProblem(
         op="rms_norm_gated",
@@ -219,7 +219,7 @@ def norm(t: NormTensors, o: NormOptions) -> NormProblem:
         dtype=t.x.dtype,
         rows=rows,
         V=V,
-        eps=float(o.eps),
+        eps=eps,
         activation=o.activation,
     )
 
@@ -267,7 +267,7 @@ def step(t: StepTensors, o: StepOptions) -> StepProblem:
     need.tensor(t.norm_weight, "norm_weight", (V,), FLOATS, "[V]")
     need.choice(o.conv_activation, "conv_activation", ("silu", "none", None))
     need.choice(o.gate_activation, "gate_activation", ("silu", "sigmoid"))
-    need(o.eps >= 0 and math.isfinite(o.eps), "eps", "a finite number >= 0", o.eps)
+    eps = need.number(o.eps, "eps", least=0.0)
     tail = (V, K) if o.state_layout == "vk" else (K, V)
     shared.state(need, t.state, (HV, *tail), N, t.rows, t.qkv.dtype)
     L = shared.conv_state(need, "conv_state", t.conv_state, D, W - 1, N, t.rows)
@@ -281,8 +281,7 @@ def step(t: StepTensors, o: StepOptions) -> StepProblem:
     rows = shared.addressing(need, t.rows, N, t.state.shape[0], o.pad_slot)
     need.out(t.out, "out", (N, T, HV * V), t.qkv.dtype)
     need.innermost(t.out, "out")
-    scale = K**-0.5 if o.scale is None else float(o.scale)
-    need(math.isfinite(scale), "scale", "a finite number", scale)
+    scale = K**-0.5 if o.scale is None else need.number(o.scale, "scale")
     return StepProblem(
         op="step",
         device=t.qkv.device,
@@ -300,7 +299,7 @@ def step(t: StepTensors, o: StepOptions) -> StepProblem:
         bias=t.conv_bias is not None,
         conv_activation=o.conv_activation or "none",
         gate_activation=o.gate_activation,
-        eps=float(o.eps),
+        eps=eps,
         scale=scale,
         normalize_qk=o.normalize_qk,
         neg_eigval=o.neg_eigval,

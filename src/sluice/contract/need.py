@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Need:
         names: str = "",
     ) -> None:
         """Require shape (None matches any size), one of the dtypes, and the call's device."""
+        self(isinstance(x, Tensor), argument, "a tensor", type(x).__name__)
         label = f"shape {list(shape)}{' = ' + names if names else ''}".replace("None", "any")
         same = x.dim() == len(shape) and all(
             want is None or size == want for size, want in zip(x.shape, shape, strict=True)
@@ -49,6 +51,13 @@ class Need:
 
     def choice(self, value: object, argument: str, choices: tuple[object, ...]) -> None:
         self(value in choices, argument, f"one of {list(choices)}", repr(value))
+
+    def number(self, value: object, argument: str, least: float = -math.inf) -> float:
+        """Require a finite number: a tensor is none, since reading it may wait for a device."""
+        expected = "a finite number" + (f" >= {least:g}" if math.isfinite(least) else "")
+        ok = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+        self(ok and math.isfinite(value) and value >= least, argument, expected, value)  # type: ignore[arg-type, operator]
+        return float(value)  # type: ignore[arg-type]
 
     def out(self, x: Tensor, argument: str, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
         """Require an output buffer whose elements do not share memory with each other."""
@@ -104,11 +113,34 @@ def conv_state(need: Need, name: str, state: Tensor, D: int, least: int, N: int,
     need.tensor(state, name, (None, D, None), FLOATS, "[P, D, L]")
     P, _, L = state.shape
     need(least <= L, name, f"at least {least} columns", f"{L} columns")
-    overlaps = any(n > 1 and s == 0 for n, s in zip(state.shape, state.stride(), strict=True))
-    need(not overlaps, name, "rows without overlap", f"strides {list(state.stride())}")
+    need(not _overlaps(state), name, "rows without overlap", f"strides {list(state.stride())}")
     if rows.slots is None:
         need(P >= N, name, f"at least {N} rows, one a sequence", f"{P} rows")
     return L
+
+
+def window(
+    need: Need,
+    x: Tensor | None,
+    pool: Tensor | None,
+    dims: tuple[int, int, int],
+    P: int,
+    rows: Rows,
+) -> tuple[int, int]:
+    """Check ``conv_inputs`` and ``conv_state`` of draft tokens; return D and L, 0 without them."""
+    if x is None and pool is None:
+        return 0, 0
+    B, T, N = dims
+    together = "a tensor: conv_inputs and conv_state come together"
+    need(x is not None, "conv_inputs", together, None)
+    need(pool is not None, "conv_state", together, None)
+    assert x is not None
+    assert pool is not None
+    need.tensor(x, "conv_inputs", (B, T, None), FLOATS, "[B, T, D]")
+    L = conv_state(need, "conv_state", pool, x.shape[2], 1, N, rows)
+    ok = pool.shape[0] >= P or (rows.slots is None and rows.write_slots is None)
+    need(ok, "conv_state", f"the {P} slots of state", f"{pool.shape[0]} slots")
+    return x.shape[2], L
 
 
 def addressing(need: Need, rows: Rows, N: int, P: int, pad_slot: int) -> StateAddressing:
@@ -143,6 +175,18 @@ def checkpoints(
         return "every"
     need.tensor(positions, "checkpoints.positions", tuple(slots.shape), INTEGERS, "slots'")
     return "positions"
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether two elements may share memory: a stride does not clear what lies inside it."""
+    if x.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -65,7 +65,8 @@ def conv(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> None:
 
 def step(p: StepProblem, t: StepTensors) -> None:
     """Check the values of a ``step`` call."""
-    for x, name in ((t.b, "ba"), (t.a, "a"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
+    b = "b" if p.order == "split" else "ba"
+    for x, name in ((t.b, b), (t.a, "a"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
         _finite(p.op, x, name)
     _slots(p.op, p.rows, t.rows, p.N)
 
@@ -109,8 +110,9 @@ def _slots(op: str, a: StateAddressing, rows: Rows, N: int, frozen: bool = False
             expected = "no slot twice among those written"
             raise ContractError(op, "write_slots", expected, f"{write} in rows {owner[write]}, {i}")
         owner[write] = i
+    known = [True] * N if rows.has_state is None else rows.has_state.tolist()
     for i, read in enumerate(reads):
-        if owner.get(read, i) != i and not (a.slots and read <= a.pad_slot):
+        if known[i] and owner.get(read, i) != i and not (a.slots and read <= a.pad_slot):
             expected = f"no slot that another row reads (row {i} reads {read})"
             raise ContractError(op, f"write_slots[{owner[read]}]", expected, read)
     return set(owner)
@@ -126,8 +128,10 @@ def _checkpoints(
         return
     op, slots = p.op, t.checkpoint_slots.tolist()
     positions = None if t.checkpoint_positions is None else t.checkpoint_positions.tolist()
-    reads = set(range(p.N)) if t.rows.slots is None else set(t.rows.slots.tolist())
+    reads = list(range(p.N)) if t.rows.slots is None else t.rows.slots.tolist()
     for i, row in enumerate(slots):
+        if p.rows.slots and reads[i] <= p.rows.pad_slot:
+            continue  # a padded row writes nothing
         length = p.T if lengths is None else lengths[i]
         if positions is None and length // p.checkpoint_every > len(row):
             expected = f"{length // p.checkpoint_every} columns for the {length} tokens of row {i}"

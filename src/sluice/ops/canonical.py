@@ -8,6 +8,13 @@ from sluice.contract.errors import ContractError
 from sluice.contract.tensors import Rows
 
 
+def tensor(op: str, x: object, name: str) -> Tensor:
+    """``x``, which must be a tensor."""
+    if not isinstance(x, Tensor):
+        raise ContractError(op, name, "a tensor", type(x).__name__)
+    return x
+
+
 class Tokens:
     """Turns one call's token tensors into canonical views, and outputs back. Nothing is copied."""
 
@@ -19,14 +26,22 @@ class Tokens:
         if packed and rows.cu_seqlens is None:
             expected = "cu_seqlens beside packed input (no batch dimension)"
             raise ContractError(op, "cu_seqlens", expected, None)
+        if rows.cu_seqlens is not None:
+            bounds = tensor(op, rows.cu_seqlens, "cu_seqlens")
+            if bounds.dim() != 1 or bounds.shape[0] < 1:
+                got = f"shape {list(bounds.shape)}"
+                raise ContractError(op, "cu_seqlens", "shape [N + 1]", got)
         self.op, self.rows, self.packed = op, rows, packed
         self.swapped = layout != layouts[0]
 
-    def __call__(self, x: Tensor, name: str, layout: str | None = None) -> Tensor:
-        """The canonical view of ``x``; ``layout`` is given where x does not have the call's."""
-        least = 2 if self.packed else 3
-        if x.dim() < least:
-            expected = f"at least {least} dimensions beside the others"
+    def __call__(self, x: Tensor, name: str, *dims: int, layout: str | None = None) -> Tensor:
+        """The canonical view of ``x``, which then has one of the numbers of dimensions ``dims``.
+
+        ``layout`` is given where x does not have the call's.
+        """
+        if tensor(self.op, x, name).dim() + self.packed not in dims:
+            numbers = " or ".join(str(n - self.packed) for n in dims)
+            expected = f"{numbers} dimensions{' (packed)' if self.packed else ''}"
             raise ContractError(self.op, name, expected, f"shape {list(x.shape)}")
         x = x.unsqueeze(0) if self.packed else x
         return x.transpose(1, 2) if self.swapped and layout is None else x
@@ -44,6 +59,7 @@ class Tokens:
 
 def conv_taps(op: str, weight: Tensor, name: str = "weight") -> Tensor:
     """[D, W], also from the [D, 1, W] of ``torch.nn.Conv1d``."""
+    tensor(op, weight, name)
     if weight.dim() == 3 and weight.shape[1] == 1:
         return weight[:, 0]
     if weight.dim() != 2:

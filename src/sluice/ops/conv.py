@@ -9,7 +9,7 @@ from sluice import library
 from sluice.contract.errors import ContractError
 from sluice.contract.options import ConvOptions
 from sluice.contract.tensors import ConvQkvTensors, ConvTensors, Rows
-from sluice.ops.canonical import Tokens, conv_taps
+from sluice.ops.canonical import Tokens, conv_taps, tensor
 from sluice.ops.checkpoints import Checkpoints, parts
 
 
@@ -62,19 +62,21 @@ def causal_conv1d(
     """
     rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
     op = "causal_conv1d"
-    tokens = Tokens(op, rows, layout, ("btd", "bdt"), packed=x.dim() == 2)
-    x_, taps = tokens(x, "x"), conv_taps(op, weight)
+    packed = tensor(op, x, "x").dim() == 2
+    tokens = Tokens(op, rows, layout, ("btd", "bdt"), packed=packed)
+    x_, taps = tokens(x, "x", 3), conv_taps(op, weight)
     made = state
     if made is None:
         _needs_state(op, rows, checkpoints, freeze)
-        made = x_.new_zeros(tokens.sequences(x_), x_.shape[2], taps.shape[1] - 1)
-    y = x_.new_empty(x_.shape) if out is None else tokens(out, "out")
+        made = x_.new_zeros(tokens.sequences(x_), x_.shape[2], max(taps.shape[1] - 1, 0))
+    y = x_.new_empty(x_.shape) if out is None else tokens(out, "out", 3)
     slots_kept, positions, every = parts(op, checkpoints)
     tensors = ConvTensors(x_, taps, bias, made, rows, slots_kept, positions, y)
     options = ConvOptions(activation, pad_slot, freeze, every)
     library.call(library.CAUSAL_CONV1D, tensors, options, backend)
     y = tokens.restore(y) if out is None else out
-    return library.without_gradient(op, y, x, weight, bias), made
+    inputs = (x, weight, bias, state)
+    return library.without_gradient(op, y, *inputs), library.without_gradient(op, made, *inputs)
 
 
 def conv_qkv(
@@ -139,21 +141,18 @@ def conv_qkv(
     """
     op = "conv_qkv"
     rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
-    tokens = Tokens(op, rows, "btd", ("btd",), packed=x.dim() == 2)
-    x_ = tokens(x, "x")
+    tokens = Tokens(op, rows, "btd", ("btd",), packed=tensor(op, x, "x").dim() == 2)
+    x_ = tokens(x, "x", 3)
     if state is None:
         _needs_state(op, rows, checkpoints, freeze)
-    a_, b_ = (None if y is None else tokens(y, name) for y, name in ((a, "a"), (b, "b")))
+    a_, b_ = (None if y is None else tokens(y, name, 3) for y, name in ((a, "a"), (b, "b")))
+    dims = _head_dims(x_.shape[2], num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+    heads = (num_k_heads, num_v_heads, *dims)
     if out is None:
-        dims = _head_dims(x_.shape[2], num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-        buffers = _allocate(x_, (num_k_heads, num_v_heads, *dims), a_, b_)
+        buffers = _allocate(x_, heads, a_, b_)
         out = tuple(None if y is None else tokens.restore(y) for y in buffers)  # type: ignore[assignment]
     assert out is not None
-    for made, raw, name in zip(out[3:], (a_, b_), ("out[3] (g)", "out[4] (beta)"), strict=True):
-        if (made is None) != (raw is None):
-            raise ContractError(op, name, "a buffer exactly when its gate is made", made)
-    q, k, v = (tokens(y, f"out[{i}]") for i, y in enumerate(out[:3]))
-    g, beta = (None if y is None else tokens(y, "out[3:]") for y in out[3:])
+    q, k, v, g, beta = _buffers(tokens, out, heads, a_, b_)
     slots_kept, positions, every = parts(op, checkpoints)
     tensors = ConvQkvTensors(
         x_,
@@ -175,7 +174,7 @@ def conv_qkv(
     )
     options = ConvOptions(activation, pad_slot, freeze, every, normalize_qk, neg_eigval)
     library.call(library.CONV_QKV, tensors, options, backend)
-    inputs = (x, weight, bias, a, b, A_log, dt_bias)
+    inputs = (x, weight, bias, a, b, A_log, dt_bias, state)
     return tuple(  # type: ignore[return-value]
         None if y is None else library.without_gradient(op, y, *inputs) for y in out
     )
@@ -198,6 +197,7 @@ def _head_dims(D: int, HK: int, HV: int, K: int | None, V: int | None) -> tuple[
     for value, name in ((HK, "num_k_heads"), (HV, "num_v_heads")):
         if value < 1:
             raise ContractError("conv_qkv", name, "at least 1", value)
+    channels = f"2·{HK}·{K or 'K'} + {HV}·{V or 'V'} channels [Q | K | V]"
     if K is None and V is None:
         K = V = D // (2 * HK + HV)
     elif K is None and V is not None:
@@ -206,7 +206,38 @@ def _head_dims(D: int, HK: int, HV: int, K: int | None, V: int | None) -> tuple[
         V = (D - 2 * HK * K) // HV
     assert K is not None
     assert V is not None
+    if K < 1 or V < 1 or D != 2 * HK * K + HV * V:
+        raise ContractError("conv_qkv", "x", channels, f"{D} channels")
     return K, V
+
+
+def _buffers(
+    tokens: Tokens,
+    out: tuple[Tensor | None, ...],
+    heads: tuple[int, int, int, int],
+    a: Tensor | None,
+    b: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Canonical views of the output buffers, which must be as the heads and the gates say."""
+    if len(out) != 5:
+        raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", f"{len(out)} buffers")
+    for made, raw, names in ((out[3], a, ("out.g", "a")), (out[4], b, ("out.beta", "b"))):
+        if made is None and raw is not None:
+            raise ContractError("conv_qkv", names[0], f"a buffer, since {names[1]} is given", None)
+        if made is not None and raw is None:
+            expected = f"None, since {names[1]} is not given"
+            raise ContractError("conv_qkv", names[0], expected, f"shape {list(made.shape)}")
+    HK, HV, K, V = heads
+    views = []
+    for name, y, size in zip("qkv", out, ((HK, K), (HK, K), (HV, V)), strict=False):
+        view = tokens(tensor("conv_qkv", y, f"out.{name}"), f"out.{name}", 4)
+        if view.shape[2:] != size:
+            expected = f"{size[0]} heads of {size[1]}"
+            raise ContractError("conv_qkv", f"out.{name}", expected, f"shape {list(view.shape)}")
+        views.append(view)
+    g = None if out[3] is None else tokens(out[3], "out.g", 3)
+    beta = None if out[4] is None else tokens(out[4], "out.beta", 3)
+    return views[0], views[1], views[2], g, beta
 
 
 def _needs_state(op: str, rows: Rows, checkpoints: Checkpoints | None, freeze: bool) -> None:

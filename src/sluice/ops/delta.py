@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from sluice import library
+from sluice.contract import checks
 from sluice.contract.errors import ContractError
 from sluice.contract.options import CommitOptions, DeltaOptions
 from sluice.contract.tensors import CommitTensors, DeltaTensors, Rows
-from sluice.ops.canonical import Tokens
+from sluice.ops.canonical import Tokens, tensor
 from sluice.ops.checkpoints import Checkpoints, parts
 
 
@@ -105,7 +106,7 @@ def prefill(
     call = _Call("prefill", q, k, v, gates, state, rows, options, layout, out)
     call.keep(checkpoints, batch_invariant)
     call.run(backend)
-    return call.output(), call.state
+    return call.outputs()
 
 
 def decode(
@@ -160,7 +161,7 @@ def decode(
     gates = (g, beta, A_log, dt_bias)
     call = _Call("decode", q, k, v, gates, state, rows, options, layout, out)
     call.run(backend)
-    return call.output(), call.state
+    return call.outputs()
 
 
 @dataclass(frozen=True)
@@ -235,15 +236,23 @@ def verify(
     rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
     options = DeltaOptions(scale, normalize_qk, neg_eigval, pad_slot, state_layout)
     gates = (g, beta, A_log, dt_bias)
+    tensor("verify", state, "state")
     call = _Call("verify", q, k, v, gates, state, rows, options, layout, out)
-    window = None if conv_inputs is None else call.tokens(conv_inputs, "conv_inputs", "btd")
-    _paired("verify", window, conv_state)
-    draft_k, draft_d, draft_g = call.draft()
+    window = None
+    if conv_inputs is not None:
+        window = call.tokens(conv_inputs, "conv_inputs", 3, layout="btd")
+    checks.window("verify", window, conv_state, call.t)
+    kept = call.draft()
     call.run(backend)
+    draft_k, draft_d, draft_g = (
+        None if x is None else library.without_gradient("verify", x, *call.inputs) for x in kept
+    )
+    assert draft_k is not None
+    assert draft_d is not None
     draft = Draft(
         draft_k, draft_d, draft_g, call.state, rows, pad_slot, state_layout, window, conv_state
     )
-    return call.output(), draft
+    return call.outputs()[0], draft
 
 
 def commit(draft: Draft, num_accepted: Tensor, *, backend: str | None = None) -> Tensor:
@@ -259,6 +268,8 @@ def commit(draft: Draft, num_accepted: Tensor, *, backend: str | None = None) ->
     Returns:
         the state pool the draft refers to.
     """
+    if not isinstance(draft, Draft):
+        raise ContractError("commit", "draft", "a Draft from verify", type(draft).__name__)
     tensors = CommitTensors(
         draft.k,
         draft.d,
@@ -272,7 +283,8 @@ def commit(draft: Draft, num_accepted: Tensor, *, backend: str | None = None) ->
     library.call(
         library.COMMIT, tensors, CommitOptions(draft.pad_slot, draft.state_layout), backend
     )
-    return draft.state
+    wanted = (draft.k, draft.state, draft.conv_inputs)
+    return library.without_gradient("commit", draft.state, *wanted)
 
 
 class _Call:
@@ -291,12 +303,13 @@ class _Call:
         layout: str,
         out: Tensor | None,
     ) -> None:
-        self.op, self.inputs, self.options = op, (q, k, v, *gates), options
-        self.tokens = Tokens(op, rows, layout, ("bthd", "bhtd"), packed=q.dim() == 3)
+        self.op, self.inputs, self.options = op, (q, k, v, *gates, state), options
+        packed = tensor(op, q, "q").dim() == 3
+        self.tokens = Tokens(op, rows, layout, ("bthd", "bhtd"), packed=packed)
         g, beta, A_log, dt_bias = gates
-        q, k, v = self.tokens(q, "q"), self.tokens(k, "k"), self.tokens(v, "v")
-        g = None if g is None else self.tokens(g, "g")
-        beta = None if beta is None else self.tokens(beta, "beta")
+        q, k, v = self.tokens(q, "q", 4), self.tokens(k, "k", 4), self.tokens(v, "v", 4)
+        g = None if g is None else self.tokens(g, "g", 3, 4)
+        beta = None if beta is None else self.tokens(beta, "beta", 3)
         if state is None:
             _no_rows(op, rows)
             tail = (
@@ -311,7 +324,7 @@ class _Call:
             heads = max(q.shape[2], v.shape[2])
             made = v.new_empty(*v.shape[:2], heads, v.shape[3])
         else:
-            made = self.tokens(out, "out")
+            made = self.tokens(out, "out", 4)
         self.t = DeltaTensors(q, k, v, g, beta, A_log, dt_bias, state, rows, None, None, made)
 
     def keep(self, checkpoints: Checkpoints | None, batch_invariant: bool) -> None:
@@ -337,19 +350,16 @@ class _Call:
     def run(self, backend: str | None) -> None:
         library.call(library.OPERATORS[self.op], self.t, self.options, backend)
 
-    def output(self) -> Tensor:
-        """o in the caller's layout."""
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """o in the caller's layout, and the state."""
         o = self.tokens.restore(self.t.out) if self.out is None else self.out
-        return library.without_gradient(self.op, o, *self.inputs)
+        return (
+            library.without_gradient(self.op, o, *self.inputs),
+            library.without_gradient(self.op, self.state, *self.inputs),
+        )
 
 
 def _no_rows(op: str, rows: Rows) -> None:
     for x, name in zip(rows[:3], Rows._fields, strict=False):
         if x is not None:
             raise ContractError(op, name, "state beside it", "state=None")
-
-
-def _paired(op: str, conv_inputs: Tensor | None, conv_state: Tensor | None) -> None:
-    if (conv_inputs is None) != (conv_state is None):
-        missing = "conv_inputs" if conv_inputs is None else "conv_state"
-        raise ContractError(op, missing, "conv_inputs and conv_state together", None)

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from sluice import library
+from sluice.contract.errors import ContractError
 from sluice.contract.options import NormOptions, StepOptions
 from sluice.contract.tensors import NormTensors, Rows, StepTensors
-from sluice.ops.canonical import conv_taps
+from sluice.ops.canonical import conv_taps, tensor
 
 
 def rms_norm_gated(
@@ -44,6 +45,7 @@ def rms_norm_gated(
     >>> [round(v, 4) for v in y[0].tolist()]
     [0.4243, 0.5657]
     """
+    tensor("rms_norm_gated", x, "x")
     y = x.new_empty(x.shape) if out is None else out
     tensors = NormTensors(x, z, weight, y)
     library.call(library.RMS_NORM_GATED, tensors, NormOptions(eps, activation), backend)
@@ -106,14 +108,14 @@ def step(
     (torch.Size([2, 16]), True)
     """
     taps = conv_taps("step", conv_weight, "conv_weight")
-    if order == "split" and isinstance(qkvz, Tensor):
-        qkvz = (qkvz[..., : taps.shape[0]], qkvz[..., taps.shape[0] :])
-    if order == "split" and isinstance(ba, Tensor):
-        ba = (ba[..., : A_log.shape[0]], ba[..., A_log.shape[0] :])
-    first, z = (qkvz, None) if isinstance(qkvz, Tensor) else qkvz
-    b, a = (ba, None) if isinstance(ba, Tensor) else ba
+    if tensor("step", state, "state").dim() != 4:
+        expected = "4 dimensions [P, HV, V, K]"
+        raise ContractError("step", "state", expected, f"shape {list(state.shape)}")
+    HV = state.shape[1]
+    first, z = _parts(qkvz, "qkvz", taps.shape[0], order)
+    b, a = _parts(ba, "ba", HV, order)
     single = first.dim() == 2
-    width = state.shape[1] * state.shape[2 if state_layout == "vk" else -1]
+    width = HV * state.shape[2 if state_layout == "vk" else 3]
     y = first.new_empty(*first.shape[:-1], width) if out is None else out
 
     def canonical(x: Tensor | None) -> Any:
@@ -147,4 +149,17 @@ def step(
     )
     library.call(library.STEP, tensors, options, backend)
     weights = (conv_weight, conv_bias, A_log, dt_bias, norm_weight)
-    return library.without_gradient("step", y, first, z, b, a, *weights)
+    return library.without_gradient("step", y, first, z, b, a, *weights, conv_state, state)
+
+
+def _parts(x: Any, name: str, first: int, order: str) -> tuple[Tensor, Tensor | None]:
+    """The two parts of a projection: a pair as given, one tensor cut behind ``first`` channels.
+
+    Interleaved, a tensor stays whole.
+    """
+    if isinstance(x, Tensor):
+        return (x[..., :first], x[..., first:]) if order == "split" and x.dim() > 0 else (x, None)
+    if not isinstance(x, (tuple, list)) or len(x) != 2:
+        got = f"{len(x)} parts" if isinstance(x, (tuple, list)) else type(x).__name__
+        raise ContractError("step", name, "a tensor or a pair of them", got)
+    return tensor("step", x[0], name), x[1]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sluice.backends.reference import rows
+from sluice.backends.reference.pointwise import silu
 from sluice.contract.problem import ConvProblem, StateAddressing
 from sluice.contract.tensors import ConvQkvTensors, ConvTensors, Rows
 
@@ -56,7 +56,7 @@ def convolve(
     y = x.new_zeros(()) if bias is None else bias.unsqueeze(-1)
     for w in range(W):
         y = y + weight[:, w : w + 1] * inputs[..., w : w + T]
-    return functional.silu(y) if activation == "silu" else y
+    return silu(y) if activation == "silu" else y
 
 
 def window_of(state: Tensor, a: StateAddressing, r: Rows, N: int, dtype: torch.dtype) -> Tensor:

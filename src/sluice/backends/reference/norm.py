@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sluice.backends.reference import rows
+from sluice.backends.reference.pointwise import sigmoid, silu
 from sluice.contract.problem import NormProblem
 from sluice.contract.tensors import NormTensors
 
@@ -19,5 +19,6 @@ def rms_norm_gated(p: NormProblem, t: NormTensors) -> None:
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
     """weight · x / sqrt(mean x^2 + eps) · act(z), in the dtype of the arguments."""
+    x = x.contiguous()  # or the order of the mean would follow the strides
     y = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return y * (functional.silu(z) if activation == "silu" else z.sigmoid())
+    return y * (silu if activation == "silu" else sigmoid)(z)

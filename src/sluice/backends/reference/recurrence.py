@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sluice.backends.reference import rows
+from sluice.backends.reference.pointwise import sigmoid, softplus
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
@@ -41,6 +41,7 @@ class Tokens(NamedTuple):
 
 def l2_normalize(x: Tensor) -> Tensor:
     """x / sqrt(sum x^2 + eps): a sum, not a mean; eps inside the root."""
+    x = x.contiguous()  # or the order of the sum would follow the strides
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
@@ -48,15 +49,12 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     """g = -exp(A_log) softplus(a + dt_bias), in the dtype of ``a``."""
     rate = A_log.to(a.dtype).exp()
     rate = rate.unsqueeze(-1) if a.dim() == 4 else rate  # per key: one rate a head
-    # above the threshold softplus is the identity; 40 keeps float64 exact too
-    return -rate * functional.softplus(
-        a if dt_bias is None else a + dt_bias.to(a.dtype), threshold=40
-    )
+    return -rate * softplus(a if dt_bias is None else a + dt_bias.to(a.dtype))
 
 
 def write_strength(b: Tensor, neg_eigval: bool) -> Tensor:
     """beta = sigmoid(b), doubled when negative eigenvalues are wanted."""
-    return b.sigmoid() * (2 if neg_eigval else 1)
+    return sigmoid(b) * (2 if neg_eigval else 1)
 
 
 def prepare(p: DeltaProblem, t: DeltaTensors) -> Tokens:
