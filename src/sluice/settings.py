@@ -34,3 +34,29 @@ def validate(enabled: bool = True) -> Iterator[None]:
 def validating() -> bool:
     """Whether a ``validate()`` scope (or ``SLUICE_VALIDATE=1``) is active."""
     return _validate.get()
+
+
+# Where compilers keep what they compiled: sluice's own (Triton, Numba), and those of the peers that
+# `sluice bench` measures beside it.
+_CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "NUMBA_CACHE_DIR",
+    "TILELANG_CACHE_DIR",
+    "TILELANG_TMP_DIR",
+    "CUTE_DSL_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "CUDA_CACHE_PATH",
+)
+
+
+def for_peers(caches: str | None = None) -> None:
+    """Set what peers read from the environment, for this process, before they are imported.
+
+    FLA hands its calls to FlashQLA where it finds it; a benchmark of FLA wants FLA. ``caches`` is
+    an empty directory to compile into, so that a first call is a cold one (default: as usual).
+    """
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in _CACHES if caches else ():
+        os.environ[name] = f"{caches}/{name.lower()}"
