@@ -25,6 +25,7 @@ from sluice.ops import (
 )
 from sluice.settings import validate
 from sluice.state_pool import PoolGeometry, StatePool, StateSnapshot
+from sluice.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "use_backend",
     "validate",
     "verify",
+    "warmup",
 ]
 
 

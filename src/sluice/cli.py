@@ -1,4 +1,4 @@
-"""The commands: ``sluice demo``, ``sluice doctor``, ``sluice --version``."""
+"""The commands: ``sluice demo``, ``sluice doctor``, ``sluice warmup``, ``sluice --version``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -68,6 +69,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
     doctor.set_defaults(command=_doctor)
+
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile now all that a model needs, so that no request waits",
+        description="Run every operator once in each form that a model's layers call it in.",
+    )
+    warmup.add_argument("--model", default="Qwen3.5-4B", help="a Qwen model (%(default)s)")
+    warmup.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
+    warmup.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
+    warmup.add_argument("--dtype", choices=dtypes, default="bfloat16", help="(%(default)s)")
+    warmup.add_argument("--state-dtype", choices=dtypes, default="float32", help="(%(default)s)")
+    warmup.add_argument("--state-layout", choices=("vk", "kv"), default="vk", help="(%(default)s)")
+    warmup.set_defaults(command=_warmup)
     return parser
 
 
@@ -111,6 +125,30 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.device is not None:
         _check_device(args.device)
     print(sluice.doctor(args.device))
+    return 0
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    import torch
+
+    from sluice.warmup import forms, warmup
+
+    if args.device is not None:
+        _check_device(args.device)
+    options = {
+        "tp": args.tp,
+        "device": args.device,
+        "dtype": getattr(torch, args.dtype),
+        "state_dtype": getattr(torch, args.state_dtype),
+        "state_layout": args.state_layout,
+    }
+    begin = time.perf_counter()
+    meta = {**options, "device": torch.device("meta")}
+    with progress(sum(1 for _ in forms(args.model, **meta))) as step:
+        served = warmup(args.model, **options, progress=step)
+    backends = sorted({backend for _, backend in served})
+    seconds = time.perf_counter() - begin
+    print(f"{len(served)} forms compiled and run in {seconds:.1f} s, by {', '.join(backends)}")
     return 0
 
 
