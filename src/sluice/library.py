@@ -135,10 +135,16 @@ def _traced(x: Tensor) -> bool:
 def run(op: Operator, t: Any, o: Any, backend: str | None) -> None:
     """Check, choose, and call the backend."""
     problem = problem_of(op, t, o)
-    if op.check_values is not None and (problem.device.type == "cpu" or validating()):
+    kernel = dispatch.select(problem, backend)
+    # a compiled CPU kernel may look at values itself, and call these checks for their message
+    looks = problem.device.type == "cpu" and not getattr(kernel, "checks_values", False)
+    if op.check_values is not None and (looks or validating()):
         op.check_values(problem, t)
-    with torch.no_grad():
-        dispatch.select(problem, backend)(problem, t)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            kernel(problem, t)
+    else:
+        kernel(problem, t)
 
 
 def problem_of(op: Operator, t: Any, o: Any) -> Problem:
@@ -159,8 +165,10 @@ def problem_of(op: Operator, t: Any, o: Any) -> Problem:
 
 def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
     """``output``, refusing a backward pass if any input wanted one: never a silent zero."""
+    if not torch.is_grad_enabled():
+        return output
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    if not wanted or not torch.is_grad_enabled():
+    if not wanted:
         return output
     if torch.compiler.is_compiling():
         raise SluiceError(_NO_GRADIENT.format(op))

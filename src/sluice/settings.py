@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 _validate: ContextVar[bool] = ContextVar(
@@ -50,13 +50,17 @@ _CACHES = (
 )
 
 
-def for_peers(caches: str | None = None) -> None:
+def for_peers(caches: str | None = None, paths: Sequence[str] = ()) -> None:
     """Set what peers read from the environment, for this process, before they are imported.
 
     FLA hands its calls to FlashQLA where it finds it; a benchmark of FLA wants FLA. ``caches`` is
     an empty directory to compile into, so that a first call is a cold one (default: as usual).
+    ``paths`` are where processes that a peer starts look for modules first.
     """
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if paths:
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
     for name in _CACHES if caches else ():
         os.environ[name] = f"{caches}/{name.lower()}"

@@ -6,6 +6,7 @@ They read tensors back to the host, so they are kept apart from the metadata che
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -84,16 +85,21 @@ def _lengths(op: str, rows: Rows, T: int) -> list[int] | None:
 
 
 def _finite(op: str, x: Tensor | None, name: str) -> None:
-    if x is not None and not bool(torch.isfinite(x).all()):
-        first = (~torch.isfinite(x)).nonzero()[0].tolist()
+    # a sum shows any NaN or infinity, in one cheap pass; only then is it worth a closer look
+    if x is None or math.isfinite(x.sum().item()):
+        return
+    finite = torch.isfinite(x)
+    if not bool(finite.all()):
+        first = (~finite).nonzero()[0].tolist()
         got = f"{x[tuple(first)].item()} at {first}"
         raise ContractError(op, name, "finite values", got)
 
 
 def _slots(op: str, a: StateAddressing, rows: Rows, N: int, frozen: bool = False) -> set[int]:
     """Check read and write slots; return the slots this call writes."""
-    own = list(range(N))
-    reads = own if rows.slots is None else rows.slots.tolist()
+    if rows.slots is None and rows.write_slots is None:
+        return set(range(N))  # row i is sequence i
+    reads = list(range(N)) if rows.slots is None else rows.slots.tolist()
     writes = reads if rows.write_slots is None else rows.write_slots.tolist()
     for values, name in ((reads, "slots"), (writes, "write_slots")):
         for i, slot in enumerate(values):
