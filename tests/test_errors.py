@@ -520,3 +520,15 @@ def test_checkpoints_of_a_padded_row_are_not_judged():
     _, state = sluice.prefill(**call)
     changed = (state != before).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == [3, 4]
+
+
+def test_gates_of_padding_may_be_anything():
+    x, gate = torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1)
+    gate[0] = float("nan")
+    state = torch.zeros(1, 1, 4, 4)
+    options = {"state": state, "slots": torch.tensor([-1, 0])}
+    o, _ = sluice.decode(x, x, x, gate, gate.clone(), **options)
+    assert bool((o[0] == 0).all())
+    assert bool(torch.isfinite(o).all())
+    with pytest.raises(sluice.ContractError, match="g: expected finite values, got nan at"):
+        sluice.decode(x, x, x, gate.flip(0), gate, **options)

@@ -38,7 +38,9 @@ def delta(p: DeltaProblem, t: DeltaTensors) -> None:
         if longest > MAX_DECODE_TOKENS:
             expected = f"at most {MAX_DECODE_TOKENS} tokens a sequence"
             raise ContractError(p.op, "cu_seqlens", expected, longest)
-    for x, name in ((t.g, "g"), (t.beta, "beta"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
+    for x, name in ((t.g, "g"), (t.beta, "beta")):
+        _finite(p.op, x, name, p, t.rows)
+    for x, name in ((t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
         _finite(p.op, x, name)
     writes = _slots(p.op, p.rows, t.rows, p.N)
     _checkpoints(p, t, lengths, writes)
@@ -57,7 +59,9 @@ def conv(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> None:
     """Check the values of a ``causal_conv1d`` or ``conv_qkv`` call."""
     lengths = _lengths(p.op, t.rows, p.T)
     if isinstance(t, ConvQkvTensors):
-        for x, name in ((t.a, "a"), (t.b, "b"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
+        for x, name in ((t.a, "a"), (t.b, "b")):
+            _finite(p.op, x, name, p, t.rows)
+        for x, name in ((t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
             _finite(p.op, x, name)
     if t.state is not None:
         writes = _slots(p.op, p.rows, t.rows, p.N, frozen=p.freeze)
@@ -67,7 +71,9 @@ def conv(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> None:
 def step(p: StepProblem, t: StepTensors) -> None:
     """Check the values of a ``step`` call."""
     b = "b" if p.order == "split" else "ba"
-    for x, name in ((t.b, b), (t.a, "a"), (t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
+    for x, name in ((t.b, b), (t.a, "a")):
+        _finite(p.op, x, name, p, t.rows)
+    for x, name in ((t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
         _finite(p.op, x, name)
     _slots(p.op, p.rows, t.rows, p.N)
 
@@ -84,15 +90,37 @@ def _lengths(op: str, rows: Rows, T: int) -> list[int] | None:
     return lengths
 
 
-def _finite(op: str, x: Tensor | None, name: str) -> None:
+def _finite(
+    op: str,
+    x: Tensor | None,
+    name: str,
+    p: DeltaProblem | ConvProblem | StepProblem | None = None,
+    rows: Rows | None = None,
+) -> None:
+    """Require finite values; with a problem, only of tokens that are not padding."""
     # a sum shows any NaN or infinity, in one cheap pass; only then is it worth a closer look
     if x is None or math.isfinite(x.sum().item()):
         return
-    finite = torch.isfinite(x)
-    if not bool(finite.all()):
-        first = (~finite).nonzero()[0].tolist()
+    bad = ~torch.isfinite(x)
+    if p is not None and rows is not None:
+        bad &= _live(p, rows, x).view(*x.shape[:2], *[1] * (x.dim() - 2))
+    if bool(bad.any()):
+        first = bad.nonzero()[0].tolist()
         got = f"{x[tuple(first)].item()} at {first}"
         raise ContractError(op, name, "finite values", got)
+
+
+def _live(p: DeltaProblem | ConvProblem | StepProblem, rows: Rows, x: Tensor) -> Tensor:
+    """[B, T] bool: tokens of rows that are not padding, and of no packed tail."""
+    real = torch.ones(p.N, dtype=torch.bool, device=x.device)
+    if rows.slots is not None:
+        real = rows.slots > p.rows.pad_slot
+    if rows.cu_seqlens is None:
+        return real.unsqueeze(1).expand(x.shape[:2])
+    live = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    for i, (start, stop) in enumerate(itertools.pairwise(rows.cu_seqlens.tolist())):
+        live[:, start:stop] = real[i]
+    return live
 
 
 def _slots(op: str, a: StateAddressing, rows: Rows, N: int, frozen: bool = False) -> set[int]:
