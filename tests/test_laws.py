@@ -42,6 +42,7 @@ RANKS = {
     "state_geometry": 5,
     "state_pool": 6,
     "doctor": 6,
+    "warmup": 6,
 }
 ADAPTERS = 7  # integrations, distributed, and whatever else stands on the public names
 PROGRAMS = {"demo": 8, "bench": 8, "cli": 9}  # and these may use testing
