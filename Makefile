@@ -5,6 +5,9 @@ VENV        ?= .venv
 WORKERS     ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
+BENCH_ARGS  ?=
+GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d
+RESULTS     ?= benchmarks/results
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -14,13 +17,25 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format clean
+.PHONY: help demo bench bench-gpu bench-docs test lint format clean
 
 help:  ## show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo-stamp  ## a Qwen3.5-shaped model: stock transformers and sluice side by side
 	$(VENV)/bin/sluice demo $(DEMO_ARGS)
+
+bench: $(VENV)/.dev-stamp  ## every operator beside transformers and ONNX Runtime on this CPU
+	$(VENV)/bin/sluice bench --device cpu --json $(RESULTS)/cpu.json --html $(RESULTS)/cpu.html $(BENCH_ARGS)
+
+# With the Python that has torch for the GPU: no .venv, nothing is installed. Peers that are not
+# installed are found by BENCH_ARGS="--peer-path flashqla=DIR --peer-path flashinfer=DIR:DIR".
+bench-gpu:  ## every operator beside the peers found, on this GPU, in under eight minutes
+	PYTHONPATH=src $(PYTHON) -m sluice.cli bench --device cuda --peers $(GPU_PEERS) --time-limit 400 \
+	  --json $(RESULTS)/gpu.json --html $(RESULTS)/gpu.html $(BENCH_ARGS)
+
+bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs from the results
+	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
 
 test: $(VENV)/.dev-stamp  ## the whole test suite and the docstring examples
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)

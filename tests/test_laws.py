@@ -128,6 +128,8 @@ def _fault(importer: str, imported: str) -> str | None:
         if not here.startswith("backends"):
             return "only dispatch loads a backend, by its name"
         shared = ("backends", "backends.reference")
+        if here == "backends.hopper" and there == "backends.triton":
+            return None  # a new architecture overrides, it does not fork
         return None if there in shared else "a backend imports no other but the reference"
     if here.startswith("backends"):
         return None if there in ("contract", "settings") else "backends take contract and settings"

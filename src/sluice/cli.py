@@ -1,4 +1,4 @@
-"""The commands: ``sluice demo``, ``sluice doctor``, ``sluice warmup``, ``sluice --version``."""
+"""The commands: ``sluice demo``, ``bench``, ``doctor``, ``warmup``, and ``sluice --version``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import sluice
+from sluice.bench.command import add_parser as add_bench
 from sluice.contract.errors import SluiceError
 
 
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--state-dtype", choices=dtypes, default="float32", help="(%(default)s)")
     warmup.add_argument("--state-layout", choices=("vk", "kv"), default="vk", help="(%(default)s)")
     warmup.set_defaults(command=_warmup)
+    add_bench(commands)
     return parser
 
 

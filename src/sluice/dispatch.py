@@ -20,7 +20,7 @@ from typing import Any
 from sluice.contract.errors import BackendError, SlowPathWarning
 from sluice.contract.problem import Problem
 
-ORDER: tuple[str, ...] = ("chunked", "reference")
+ORDER: tuple[str, ...] = ("hopper", "triton", "cpu", "chunked", "reference")
 """Backends from the fastest to the one that serves everything."""
 
 Kernel = Callable[[Any, Any], None]

@@ -85,6 +85,7 @@ def delta(op: str, t: DeltaTensors, o: DeltaOptions) -> DeltaProblem:
         V=V,
         varlen=t.rows.cu_seqlens is not None,
         cu_seqlens_cpu=t.rows.cu_seqlens_cpu is not None,
+        token_rows=all(_token_rows(x) for x in (t.q, t.k, t.v, t.out)),
         decay=decay,
         delta=t.beta is not None,
         raw_gates=t.A_log is not None,
@@ -335,6 +336,12 @@ def _gates(need: Need, t: DeltaTensors, o: DeltaOptions, dims: tuple[int, int, i
         not o.neg_eigval or raw_beta, "neg_eigval", "raw gates: A_log, and the raw b as beta", True
     )
     return kind
+
+
+def _token_rows(x: Tensor) -> bool:
+    """Whether [B, T, H, D] lies as a matrix: a token's heads together, batch rows in sequence."""
+    (B, T, H, D), (stride_b, stride_t, stride_h, _) = x.shape, x.stride()
+    return (H == 1 or stride_h == D) and (B == 1 or T == 1 or stride_b == T * stride_t)
 
 
 def _decay_kind(g: Tensor | None) -> str:

@@ -52,6 +52,7 @@ class DeltaProblem(Problem):
     V: int
     varlen: bool
     cu_seqlens_cpu: bool
+    token_rows: bool  # q, k, v and out are [B T, heads width] matrices as they lie
     decay: str  # "none", "head" or "key"
     delta: bool  # beta given: the delta rule, otherwise plain accumulation
     raw_gates: bool

@@ -1,0 +1,66 @@
+"""Which tokens and state rows belong to a sequence."""
+
+from __future__ import annotations
+
+from sluice.backends.cpu.delta import BLOCK_V
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.rows import fill, read_index, round_up, store_row
+from sluice.backends.cpu.simd import read_int
+
+NOWHERE = -1
+
+
+@jit
+def span(p, seq):
+    """Batch row, first token and number of tokens of a sequence."""
+    if p.cu != 0:
+        start = read_index(p.cu, p.cu_wide, seq)
+        return 0, start, read_index(p.cu, p.cu_wide, seq + 1) - start
+    return seq, 0, p.T
+
+
+@jit
+def state_rows(p, seq):
+    """Whether a sequence is padding, and the slots it reads and writes, NOWHERE for none."""
+    read = seq
+    if p.slots != 0:
+        read = read_index(p.slots, p.slots_wide, seq)
+        if read <= p.pad:
+            return True, NOWHERE, NOWHERE
+    write = read
+    if p.write != 0:
+        write = read_index(p.write, p.write_wide, seq)
+    if (p.slots != 0 or p.write != 0) and write <= p.pad:
+        write = NOWHERE
+    if p.has_state != 0 and read_int(p.has_state, seq, 1) == 0:
+        read = NOWHERE
+    return False, read, write
+
+
+@jit
+def zero_tokens(p, w, batch, start, count, head, groups):
+    """Zeros as the output of `count` tokens of the query heads of one value head."""
+    fill(w.o, round_up(p.V, BLOCK_V), 0.0)
+    at = batch * p.o_b + start * p.o_t + head * groups * p.o_h
+    for t in range(count):
+        for g in range(groups):
+            store_row(p.o, p.io, at + t * p.o_t + g * p.o_h, w.o, p.V)
+
+
+@jit
+def locate(p, unit, size):
+    """The sequence of a unit and its first token there; the token may lie behind the last.
+
+    Packed: sequence n has the units from cu[n] // size + n on, enough for all of its tokens.
+    """
+    if p.cu == 0:
+        each = max((p.T + size - 1) // size, 1)
+        return unit // each, unit % each * size
+    low, high = 0, p.N
+    while high - low > 1:
+        middle = (low + high) // 2
+        if read_index(p.cu, p.cu_wide, middle) // size + middle <= unit:
+            low = middle
+        else:
+            high = middle
+    return low, (unit - read_index(p.cu, p.cu_wide, low) // size - low) * size

@@ -1,0 +1,214 @@
+"""Decode and verify: one to eight tokens a sequence, on the state where it lies.
+
+One task is one value head of one sequence. A float32 state whose rows are whole vectors is read and
+written in place; any other goes block by block through float32 scratch, with the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sluice.backends.cpu.address import NOWHERE, span, state_rows, zero_tokens
+from sluice.backends.cpu.delta import BLOCK_V, MOST, block
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.params import PARAMS, delta_block
+from sluice.backends.cpu.prepare import (
+    KEY_DECAY,
+    load_gates,
+    load_key_gates,
+    load_tokens,
+    make_work,
+    operands,
+    padded_tokens,
+)
+from sluice.backends.cpu.rows import fill, load_row, round_up, store_row
+from sluice.backends.cpu.simd import F32, LANES, address_of, pointer, release
+from sluice.backends.cpu.single import SINGLE, far, near
+from sluice.backends.cpu.state import (
+    block_floats,
+    head_at,
+    is_direct,
+    load_block,
+    pass_through,
+    store_block,
+)
+from sluice.contract.problem import DeltaProblem
+from sluice.contract.tensors import DeltaTensors
+
+VK1, VK2, VK4, VK8 = (block("vk", M) for M in (1, 2, 4, 8))
+KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
+KV_WIDE = block("kv", 1, 8)
+NEAR, FAR = near(SINGLE), far(SINGLE)
+
+WIDE = 8 * LANES  # columns of one token's pass through a "kv" state
+
+view = PARAMS.view
+
+
+@jit
+def _vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, groups, write):
+    ld_v, delta, beta = round_up(p.V, BLOCK_V), p.delta, w.beta
+    if m == 1:
+        VK1(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+    elif m == 2:
+        VK2(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+    elif m <= 4:
+        VK4(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+    else:
+        VK8(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+
+
+@jit
+def _kv_block(p, w, s, ld, to, ld_to, soon, n, v0, m, groups, write):
+    ld_v, delta, beta, K = round_up(p.V, BLOCK_V), p.delta, w.beta, p.K
+    if m == 1:
+        KV1(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+    elif m == 2:
+        KV2(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+    elif m <= 4:
+        KV4(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+    else:
+        KV8(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+
+
+@jit
+def _keep_corrections(p, w, token, head, v0, m):
+    """Verify's d of one block."""
+    width = min(BLOCK_V, p.V - v0)
+    for t in range(m):
+        at = ((token + t) * p.HV + head) * p.V + v0
+        store_row(p.draft_d, F32, at, w.d + t * BLOCK_V, width)
+
+
+@jit
+def run_head(p, w, read, write, head, token, m, groups):
+    """All blocks of one head: outputs to w.o, the state to its write slot, d to the draft."""
+    K, V, n = p.K, p.V, round_up(p.K, LANES)
+    keep = write != NOWHERE
+    source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
+    direct = is_direct(p) and read != NOWHERE
+    memory = pointer(p.state, F32)
+    if direct and keep and m == 1 and groups == 1 and p.single and K == SINGLE * LANES:
+        if p.far:
+            FAR(w, w.beta, memory + source, memory + target, K, 0, V)
+        else:
+            NEAR(w, w.beta, memory + source, memory + target, K, 0, V)
+        return
+    if direct and keep and m == 1 and p.kv and V % WIDE == 0:
+        for v0 in range(0, V, WIDE):
+            s, to = memory + source + v0, memory + target + v0
+            soon = address_of(s + K * V)
+            KV_WIDE(w, w.beta, s, V, to, V, soon, K, n, v0, V, groups, p.delta, True)
+        return
+    for v0 in range(0, V, BLOCK_V):
+        if direct:
+            step = v0 if p.kv else v0 * K
+            s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
+        else:
+            load_block(p, w.tile, source, v0, read == NOWHERE)
+            s, to, ld = w.tile, w.tile, BLOCK_V if p.kv else n
+        if p.kv:
+            soon = address_of(memory + source + K * (V + v0))  # of the next head
+            _kv_block(p, w, s, ld, to, ld, soon, n, v0, m, groups, keep)
+        elif keep and m == 1 and groups == 1 and p.single and K == SINGLE * LANES:
+            NEAR(w, w.beta, s, to, K, v0, BLOCK_V)
+        else:
+            soon = address_of(s + BLOCK_V * K)
+            _vk_block(p, w, s, ld, to, ld, soon, n, v0, m, groups, keep)
+        if keep and not direct:
+            store_block(p, w.tile, target, v0)
+        if p.draft_d != 0:
+            _keep_corrections(p, w, token, head, v0, m)
+
+
+@jit
+def _keep_keys(p, w, token, head, m):
+    """Verify's normalised keys and log decays; each key head's first value head keeps its key."""
+    n = round_up(p.K, LANES)
+    ratio = p.HV // p.HK
+    rows = w.raw if p.decay == KEY_DECAY else w.x
+    for t in range(m):
+        if head % ratio == 0:
+            at = ((token + t) * p.HK + head // ratio) * p.K
+            store_row(p.draft_k, F32, at, rows + t * n, p.K)
+        if p.draft_g != 0:
+            if p.decay == KEY_DECAY:
+                at = ((token + t) * p.HV + head) * p.K
+                store_row(p.draft_g, F32, at, w.w + t * n, p.K)
+            else:
+                store_row(p.draft_g, F32, (token + t) * p.HV + head, w.g + t, 1)
+
+
+@jit
+def task(p, w, seq, head):
+    """One value head of one sequence."""
+    padding, read, write = state_rows(p, seq)
+    batch, start, m = span(p, seq)
+    groups = max(p.HQ // p.HV, 1)
+    if p.cu != 0 and seq == p.N - 1:
+        zero_tokens(p, w, 0, start + m, p.T - start - m, head, groups)
+    if padding:
+        zero_tokens(p, w, batch, start, m, head, groups)
+        return
+    if p.draft_d != 0:
+        write = NOWHERE
+    if m == 0:
+        pass_through(p, w, read, write, head)
+        return
+    head_q = head * groups if p.HQ >= p.HV else head // (p.HV // p.HQ)
+    head_k = head // (p.HV // p.HK)
+    k_at = batch * p.k_b + start * p.k_t + head_k * p.k_h
+    load_tokens(p, w, k_at, batch * p.q_b + start * p.q_t + head_q * p.q_h, m, groups)
+    g_at = batch * p.g_b + start * p.g_t + head * p.g_h
+    beta_at = batch * p.beta_b + start * p.beta_t + head * p.beta_h
+    load_gates(p, w, 0, g_at, beta_at, head, m)
+    if p.decay == KEY_DECAY:
+        load_key_gates(p, w, g_at, head, m)
+    token = batch * p.T + start
+    if p.draft_d != 0:
+        _keep_keys(p, w, token, head, m)
+    ld_v = round_up(p.V, BLOCK_V)
+    for t in range(padded_tokens(m)):
+        if t < m:
+            at = batch * p.v_b + (start + t) * p.v_t + head * p.v_h
+            load_row(w.v + t * ld_v, p.v, p.io, at, p.V)
+        else:
+            fill(w.v + t * ld_v, ld_v, 0.0)
+    operands(p, w, w.alpha, m, groups, write != NOWHERE)
+    run_head(p, w, read, write, head, token, m, groups)
+    at = batch * p.o_b + start * p.o_t + head * groups * p.o_h
+    for g in range(groups):
+        for t in range(m):
+            row = w.o + (g * MOST + t) * ld_v
+            store_row(p.o, p.io, at + g * p.o_h + t * p.o_t, row, p.V)
+
+
+def _make(version: str) -> Callable[[Any], None]:
+    def decode_kernel(block):
+        _ = version
+        p = view(block)
+        groups = max(p.HQ // p.HV, 1)
+        w, memory = make_work(p.K, p.V, groups, 1, block_floats(p))
+        first = first_range(p)
+        for other in range(p.threads):
+            part = (first + other) % p.threads
+            i = claim(p, part)
+            while i >= 0:
+                task(p, w, i // p.HV, i % p.HV)
+                i = claim(p, part)
+        release(memory)
+
+    return decode_kernel
+
+
+KERNEL = Kernel("decode", PARAMS, _make)
+
+
+def decode(p: DeltaProblem, t: DeltaTensors) -> None:
+    """Serve ``decode`` (and ``verify``, which keeps a draft instead of the state)."""
+    params, _alive = delta_block(p, t)
+    KERNEL(params, p.N * p.HV)
+    if p.varlen and p.N == 0:
+        t.out.zero_()

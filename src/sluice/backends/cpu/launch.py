@@ -1,0 +1,242 @@
+"""Kernels compiled by Numba, cached on disk, and run by the OpenMP threads torch already has.
+
+A kernel is a C callback that takes the address of a block of parameters. Every thread runs it on
+the same block: it starts with its own part of the tasks, the same in every call so that a core
+finds in its cache what it wrote last time, and then helps with the parts of others.
+
+Threads come from the OpenMP runtime in the process (torch brings one), entered through
+``GOMP_parallel``: about a microsecond a launch, no second pool beside torch's, and safe to call
+from several Python threads at once. Where none is loaded, plain Python threads serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from numba import njit, types
+from numba.core import codegen, sigutils
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
+
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.records import record
+from sluice.backends.cpu.simd import call_int, fetch_add
+
+SLOW_SECONDS = 1.0
+COUNTER_STRIDE = 8  # int64 elements: one cache line a counter
+
+
+@functools.cache
+def source_hash() -> str:
+    """A hash of this package's sources, part of the key of what is cached on disk.
+
+    Numba itself only looks at the file a kernel is in, not at those it calls.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Fields:
+    """The layout of a parameter block: int64 fields, then float64 fields, 8 bytes each.
+
+    Every block starts with `tasks`, `threads`, `identify` (the address of a function that numbers
+    the calling thread) and `counters` (a cache line for each thread). `view` is the function that
+    kernels see a block through.
+    """
+
+    def __init__(self, name: str, ints: str, floats: str = "") -> None:
+        ints = "tasks threads identify counters " + ints
+        names = (ints + " " + floats).split()
+        assert len(set(names)) == len(names)
+        self.offset = {field: 8 * i for i, field in enumerate(names)}
+        self.view = record(name, ints, floats)
+        count = len(ints.split())
+        self._all = struct.Struct(f"={count}q{len(names) - count}d")
+        self.array = ctypes.c_char * self._all.size
+
+    def block(self, values: dict[str, Any]) -> bytes:
+        """A block with these fields set and all others zero."""
+        assert values.keys() <= self.offset.keys(), values.keys() - self.offset.keys()
+        return self._all.pack(*(values.get(field, 0) for field in self.offset))
+
+
+KERNELS: dict[str, Kernel] = {}
+
+
+class Kernel:
+    """One worker function: compiled when first needed, then run over task numbers."""
+
+    def __init__(
+        self, name: str, fields: Fields, make: Callable[[str], Callable[[Any], None]]
+    ) -> None:
+        self.name, self.fields, self._make = name, fields, make
+        self._lock = threading.Lock()
+        self._address = 0
+        KERNELS[name] = self
+
+    def compile(self) -> int:
+        """The address of the compiled worker, from the disk cache where it is there."""
+        if self._address:
+            return self._address
+        with self._lock:
+            if not self._address:
+                worker = self._make(source_hash())
+                signature = types.void(types.voidptr)
+                with _Notice(self.name):
+                    self._worker = _compiled(worker, signature)
+                    self._address = self._worker.address
+        return self._address
+
+    def __call__(self, block: bytearray, tasks: int, threads: int = 0) -> None:
+        """Run tasks 0 to `tasks` with the parameters in a block."""
+        if tasks <= 0:
+            return
+        address = self._address or self.compile()
+        count = min(threads or torch.get_num_threads(), tasks)
+        counters = (ctypes.c_int64 * (COUNTER_STRIDE * (count + 1)))()
+        _put_head(block, 0, tasks, count, _identify, ctypes.addressof(counters))
+        where = self.fields.array.from_buffer(block)
+        if count > 1 and _gomp_parallel is not None:
+            _gomp_parallel(address, where, count, 0)
+        else:
+            _python_threads(address, where, count)
+
+
+_put_head = struct.Struct("=4q").pack_into
+
+
+def _compiled(worker: Callable[[Any], None], signature: Any) -> Any:
+    options = {"error_model": "numpy"}
+    try:
+        kernel = CFunc(worker, sigutils.normalize_signature(signature), {}, options)
+        kernel.enable_caching()
+    except RuntimeError:  # no directory to cache in
+        kernel = CFunc(worker, sigutils.normalize_signature(signature), {}, options)
+    with global_compiler_lock:
+        cached = kernel._cache.load_overload(kernel._sig, kernel._targetdescr.target_context)
+        if cached is None:
+            with _once():
+                njit(**options)(worker).compile(signature.args)
+    kernel.compile()
+    return kernel
+
+
+def _finalized(library: Any) -> None:
+    library._finalize_dynamic_globals()
+    library._finalized = True
+
+
+_SKIPPED = (
+    (codegen, "JITCodeLibrary", "_optimize_final_module", lambda library: None),
+    (codegen, "JITCodeLibrary", "_finalize_final_module", _finalized),
+    (codegen, "JITCPUCodegen", "set_env", lambda self, name, env: None),
+)
+
+
+@contextlib.contextmanager
+def _once() -> Iterator[None]:
+    """In this scope compiled functions are kept as unoptimised LLVM modules.
+
+    Numba optimises every function and emits it as machine code, with all that it calls, and again
+    within each caller. What is compiled here first is optimised once, as a part of its kernel.
+    Should Numba's internals change, kernels compile as they are, only slower.
+    """
+    kinds = [getattr(module, kind, None) for module, kind, _, _ in _SKIPPED]
+    known = all(hasattr(kind, name) for kind, (_, _, name, _) in zip(kinds, _SKIPPED, strict=True))
+    before = []
+    for kind, (_, _, name, function) in zip(kinds, _SKIPPED, strict=True):
+        if known:
+            before.append((kind, name, kind.__dict__.get(name)))
+            setattr(kind, name, function)
+    try:
+        yield
+    finally:
+        for kind, name, function in before:
+            if function is None:  # it was inherited
+                delattr(kind, name)
+            else:
+                setattr(kind, name, function)
+
+
+class _Notice:
+    """Says on stderr what takes so long, if compiling takes over a second."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.timer = threading.Timer(SLOW_SECONDS, self.say)
+        self.timer.daemon = True
+
+    def say(self) -> None:
+        sys.stderr.write(
+            f"sluice: compiling the CPU kernel {self.name!r} (once, then cached) ...\n"
+        )
+        sys.stderr.flush()
+        self.said = True
+
+    def __enter__(self) -> None:
+        self.said, self.start = False, time.perf_counter()
+        self.timer.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.timer.cancel()
+        if self.said:
+            took = time.perf_counter() - self.start
+            sys.stderr.write(f"sluice: compiled {self.name!r} in {took:.1f} s\n")
+
+
+def _find(name: str) -> Any:
+    """A function of the OpenMP runtime in this process; None if there is none."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+_gomp_parallel = _find("GOMP_parallel")
+_identify = 0
+if _gomp_parallel is not None:
+    _gomp_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    _gomp_parallel.restype = None
+    _identify = ctypes.cast(_find("omp_get_thread_num"), ctypes.c_void_p).value or 0
+_as_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _python_threads(address: int, block: Any, count: int) -> None:
+    function, where = _as_function(address), ctypes.addressof(block)
+    others = [threading.Thread(target=function, args=(where,)) for _ in range(count - 1)]
+    for thread in others:
+        thread.start()
+    function(where)
+    for thread in others:
+        thread.join()
+
+
+@jit
+def first_range(p):
+    """The range of tasks this thread begins with."""
+    if p.threads == 1:
+        return 0
+    if p.identify != 0:
+        return call_int(p.identify)
+    return fetch_add(p.counters + 8 * COUNTER_STRIDE * p.threads)
+
+
+@jit
+def claim(p, part):
+    """The next task of a part of all tasks, -1 when there is none left."""
+    begin, end = part * p.tasks // p.threads, (part + 1) * p.tasks // p.threads
+    task = begin + fetch_add(p.counters + 8 * COUNTER_STRIDE * part)
+    return task if task < end else -1

@@ -1,0 +1,84 @@
+"""(1) to (3) of delta.py for one token on rows of S [V, K], with k and q held in registers.
+
+Two orders of the same operations. `near`: the dots of the next two rows are taken while the two
+before are folded, which keeps the multiply units busy when the state comes from a cache. `far`: a
+row is read, folded and written, a stream that the memory system follows best; better where the
+state comes from beyond the last-level cache.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from sluice.backends.cpu.delta import LINE, Function
+from sluice.backends.cpu.jit import jit_as
+from sluice.backends.cpu.products import dot_rows, fold_rows
+from sluice.backends.cpu.simd import LANES, address_of, fma, get, splat, store
+from sluice.backends.cpu.tiles import (
+    every,
+    load_lanes,
+    load_rows,
+    prefetch,
+    row,
+    spread_lanes,
+    stack,
+    store_rows,
+    sums,
+)
+
+R = 2  # rows whose sums are merged
+AHEAD = 8192  # bytes: how far in advance memory is asked for rows
+SINGLE = 8  # vectors in a row of K: k and q take 16 registers
+
+
+@functools.cache
+def near(n: int) -> Function:
+    """V rows of one head, the first of which is row v0, for rows of n vectors."""
+    both, rows, lines = 2 * n, R * n, R * n * LANES * 4 // LINE
+
+    @jit_as("near", n)
+    def head(w, beta, s, to, K, v0, V):
+        x, v, o = load_rows(w.x, 0, LANES, both), w.v + v0, w.o + v0
+        lam, strength, qk = get(w.lams, 0), get(beta, 0), get(w.p, 0)
+        decay, soon = splat(lam), address_of(s) + AHEAD
+        y = sums(dot_rows(load_rows(s, 0, LANES, rows), x))
+        d = fma(every(y, 0, 2), -lam, load_lanes(v, 0, R)) * strength
+        store(o, 0, fma(d, qk, every(y, 1, 2) * lam))
+        for r in range(R, V, R):
+            at = r * K
+            c = spread_lanes(d)
+            prefetch(soon + at * 4, lines, 2)
+            first = dot_rows(load_rows(s, at, LANES, n), x)
+            before = load_rows(s, at - 2 * K, LANES, n)
+            store_rows(to, at - 2 * K, LANES, fold_rows(before, decay, x, row(c, 0)))
+            second = dot_rows(load_rows(s, at + K, LANES, n), x)
+            before = load_rows(s, at - K, LANES, n)
+            store_rows(to, at - K, LANES, fold_rows(before, decay, x, row(c, 1)))
+            y = sums(stack(first, second))
+            d = fma(every(y, 0, 2), -lam, load_lanes(v, r, R)) * strength
+            store(o, r, fma(d, qk, every(y, 1, 2) * lam))
+        at = (V - R) * K
+        before = load_rows(s, at, LANES, rows)
+        store_rows(to, at, LANES, fold_rows(before, decay, x, spread_lanes(d)))
+
+    return head
+
+
+@functools.cache
+def far(n: int) -> Function:
+    """The same, one row after another."""
+    both = 2 * n
+
+    @jit_as("far", n)
+    def head(w, beta, s, to, K, v0, V):
+        x, v, o = load_rows(w.x, 0, LANES, both), w.v + v0, w.o + v0
+        lam, strength, qk = get(w.lams, 0), get(beta, 0), get(w.p, 0)
+        decay = splat(lam)
+        for r in range(V):
+            y = sums(dot_rows(load_rows(s, r * K, LANES, n), x))
+            d = fma(every(y, 0, 2), -lam, load_lanes(v, r, 1)) * strength
+            store(o, r, fma(d, qk, every(y, 1, 2) * lam))
+            values = load_rows(s, r * K, LANES, n)
+            store_rows(to, r * K, LANES, fold_rows(values, decay, x, spread_lanes(d)))
+
+    return head

@@ -1,0 +1,167 @@
+"""A head's state between memory, of any storage type and layout, and float32 scratch.
+
+Two shapes of scratch: a *block* has the orientation of memory, BLOCK_V rows [V, K] or columns
+[K, V] of it; a *tile* is always [blocks of V, K, BLOCK_V], which is what prefill works on.
+"""
+
+from __future__ import annotations
+
+from sluice.backends.cpu.address import NOWHERE
+from sluice.backends.cpu.delta import BLOCK_V
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.rows import fill, load_row, read, round_up, store_row, write
+from sluice.backends.cpu.simd import BF16, F16, F32, LANES, get, pointer, put
+from sluice.backends.cpu.tiles import load_rows, store_rows, transposed
+
+
+@jit
+def head_at(p, slot, head):
+    """The first element of a head's state."""
+    return slot * p.state_p + head * p.K * p.V
+
+
+@jit
+def is_direct(p):
+    """Whether blocks can be written to memory as they are computed."""
+    whole = p.V % BLOCK_V == 0 and (p.kv != 0 or p.K % LANES == 0)
+    return p.state_code == F32 and whole
+
+
+@jit
+def block_floats(p):
+    """Scratch for a block."""
+    return BLOCK_V * max(p.K, round_up(p.K, LANES))
+
+
+@jit
+def load_block(p, tile, at, v0, fresh):
+    """BLOCK_V rows (vk) or columns (kv) from v0 on, padded with zeros; zeros if fresh."""
+    K, V = p.K, p.V
+    if p.kv:
+        width = min(BLOCK_V, V - v0)
+        for i in range(K):
+            row = tile + i * BLOCK_V
+            if fresh or width <= BLOCK_V - LANES:
+                fill(row, BLOCK_V, 0.0)
+            if not fresh:
+                load_row(row, p.state, p.state_code, at + i * V + v0, width)
+    else:
+        n = round_up(K, LANES)
+        if n == K and v0 + BLOCK_V <= V and not fresh:
+            load_row(tile, p.state, p.state_code, at + v0 * K, BLOCK_V * K)
+            return
+        for r in range(BLOCK_V):
+            if fresh or v0 + r >= V:
+                fill(tile + r * n, n, 0.0)
+            else:
+                load_row(tile + r * n, p.state, p.state_code, at + (v0 + r) * K, K)
+
+
+@jit
+def store_block(p, tile, at, v0):
+    """The way back, rounding once."""
+    K, V = p.K, p.V
+    width = min(BLOCK_V, V - v0)
+    if p.kv:
+        for i in range(K):
+            store_row(p.state, p.state_code, at + i * V + v0, tile + i * BLOCK_V, width)
+    else:
+        n = round_up(K, LANES)
+        if n == K:
+            store_row(p.state, p.state_code, at + v0 * K, tile, width * K)
+            return
+        for r in range(width):
+            store_row(p.state, p.state_code, at + (v0 + r) * K, tile + r * n, K)
+
+
+@jit
+def pass_through(p, w, read, write, head):
+    """A sequence without tokens: its state goes to its write slot as it is."""
+    if write == NOWHERE or write == read:  # noqa: SIM109
+        return
+    for v0 in range(0, p.V, BLOCK_V):
+        load_block(p, w.tile, head_at(p, read, head), v0, read == NOWHERE)
+        store_block(p, w.tile, head_at(p, write, head), v0)
+
+
+@jit
+def _square_in(tile, source, K, row_stride):
+    """[BLOCK_V, K] to [K, BLOCK_V], in squares of LANES."""
+    for i in range(0, K, LANES):
+        for r in range(0, BLOCK_V, LANES):
+            square = transposed(load_rows(source, r * row_stride + i, row_stride, LANES))
+            store_rows(tile, i * BLOCK_V + r, BLOCK_V, square)
+
+
+@jit
+def _square_out(target, tile, K, row_stride):
+    for r in range(0, BLOCK_V, LANES):
+        for i in range(0, K, LANES):
+            square = transposed(load_rows(tile, i * BLOCK_V + r, BLOCK_V, LANES))
+            store_rows(target, r * row_stride + i, row_stride, square)
+
+
+@jit
+def _columns_in(tile, source, K, V):
+    """[K, V] to [blocks of V, K, BLOCK_V], read in order."""
+    for i in range(K):
+        for v in range(0, V, BLOCK_V):
+            store_rows(tile, v * K + i * BLOCK_V, LANES, load_rows(source, i * V + v, LANES, 2))
+
+
+@jit
+def load_tile(p, tile, at, fresh):
+    """A whole head's state as a tile; zeros if fresh."""
+    K, V = p.K, p.V
+    if fresh:
+        fill(tile, round_up(V, BLOCK_V) * K, 0.0)
+        return
+    if p.kv and V % BLOCK_V == 0:
+        if p.state_code == F32:
+            _columns_in(tile, pointer(p.state, F32) + at, K, V)
+        elif p.state_code == BF16:
+            _columns_in(tile, pointer(p.state, BF16) + at, K, V)
+        else:
+            _columns_in(tile, pointer(p.state, F16) + at, K, V)
+        return
+    for v0 in range(0, V, BLOCK_V):
+        part = tile + v0 * K
+        if p.kv:
+            load_block(p, part, at, v0, False)
+        elif K % LANES == 0 and v0 + BLOCK_V <= V:
+            where = at + v0 * K
+            if p.state_code == F32:
+                _square_in(part, pointer(p.state, F32) + where, K, K)
+            elif p.state_code == BF16:
+                _square_in(part, pointer(p.state, BF16) + where, K, K)
+            else:
+                _square_in(part, pointer(p.state, F16) + where, K, K)
+        else:
+            fill(part, K * BLOCK_V, 0.0)
+            for r in range(min(BLOCK_V, V - v0)):
+                for i in range(K):
+                    value = read(p.state, p.state_code, at + (v0 + r) * K + i)
+                    put(part, i * BLOCK_V + r, value)
+
+
+@jit
+def store_tile(p, tile, at):
+    """The way back, rounding once."""
+    K, V = p.K, p.V
+    for v0 in range(0, V, BLOCK_V):
+        part = tile + v0 * K
+        if p.kv:
+            store_block(p, part, at, v0)
+        elif K % LANES == 0 and v0 + BLOCK_V <= V:
+            where = at + v0 * K
+            if p.state_code == F32:
+                _square_out(pointer(p.state, F32) + where, part, K, K)
+            elif p.state_code == BF16:
+                _square_out(pointer(p.state, BF16) + where, part, K, K)
+            else:
+                _square_out(pointer(p.state, F16) + where, part, K, K)
+        else:
+            for r in range(min(BLOCK_V, V - v0)):
+                for i in range(K):
+                    value = get(part, i * BLOCK_V + r)
+                    write(p.state, p.state_code, at + (v0 + r) * K + i, value)

@@ -1,0 +1,181 @@
+"""A whole layer's decode after its input projections, in one launch.
+
+One task is a key head of a sequence with its value heads: the convolution of their channels, whose
+state nobody else touches, the l2 norm, the gates, the delta rule and the gated norm. Nothing is
+rounded between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sluice.backends.cpu.address import NOWHERE, state_rows
+from sluice.backends.cpu.decode import run_head
+from sluice.backends.cpu.delta import BLOCK_V
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.norm import gated_norm, load_norm_weight
+from sluice.backends.cpu.params import PARAMS, step_block
+from sluice.backends.cpu.prepare import (
+    finish_tokens,
+    load_gates,
+    make_work,
+    operands,
+    padded_tokens,
+)
+from sluice.backends.cpu.rows import copy_row, fill, fill_tail, load_row, round_up, store_row
+from sluice.backends.cpu.simd import F32, LANES, address_of, allocate, get, pointer, put, release
+from sluice.backends.cpu.state import block_floats
+from sluice.backends.cpu.window import (
+    convolve,
+    front_lines,
+    load_lines,
+    load_weights,
+    load_window,
+    make_lines,
+    store_window,
+)
+from sluice.contract.problem import StepProblem
+from sluice.contract.tensors import StepTensors
+
+view = PARAMS.view
+
+
+@jit
+def _channels(p, key, part):
+    """First channel, number and column of the q (0), k (1) or v (2) channels of a key head."""
+    column = part * round_up(p.K, LANES)
+    if part < 2:
+        return (part * p.HK + key) * p.K, p.K, column
+    count = p.HV // p.HK * p.V
+    return 2 * p.HK * p.K + key * count, count, column
+
+
+@jit
+def _load_inputs(p, c, seq, key, read, write):
+    """Windows and tokens of a key head's channels; the windows go on to their write slot."""
+    ratio = p.HV // p.HK
+    for part in range(3):
+        first, count, column = _channels(p, key, part)
+        at = seq * p.x_b + first
+        if p.interleaved:
+            at = seq * p.x_b + key * (2 * p.K + 2 * ratio * p.V) + part * p.K
+        load_window(p, c, column, read, first, count, read == NOWHERE)
+        load_lines(p, c, c.front, column, at, p.T, count)
+        if write != NOWHERE:
+            store_window(p, c, column, p.T, write, first, count)
+
+
+@jit
+def _use_taps(p, c, taps, key):
+    """Let the lines of a key head use its taps, which are loaded when first needed."""
+    c.weight = taps + p.HK * LANES + key * (p.W + 1) * c.width
+    c.bias = c.weight + p.W * c.width
+    if get(taps, key * LANES) == 0.0:
+        put(taps, key * LANES, 1.0)
+        for part in range(3):
+            first, count, column = _channels(p, key, part)
+            load_weights(p, c, column, first, count)
+
+
+@jit
+def _outputs(p, w, z, weight, seq, head):
+    """The gated norm of every token's output of one value head."""
+    ld_v, ratio = round_up(p.V, BLOCK_V), p.HV // p.HK
+    at = seq * p.z_b + head * p.V
+    if p.interleaved:
+        group = 2 * p.K + 2 * ratio * p.V
+        inside = 2 * p.K + ratio * p.V + head % ratio * p.V
+        at = seq * p.z_b + head // ratio * group + inside
+    for t in range(p.T):
+        row = w.o + t * ld_v
+        fill_tail(row, p.V)
+        load_row(z, p.z, p.z_code, at + t * p.z_t, p.V)
+        gated_norm(p, row, z, weight)
+        store_row(p.y, p.io, seq * p.y_b + t * p.y_t + head * p.V, row, p.V)
+
+
+@jit
+def _gates_at(p, seq, head):
+    """Elements of the first token's raw a and b."""
+    ratio = p.HV // p.HK
+    g_at, beta_at = seq * p.g_b + head * p.g_h, seq * p.beta_b + head * p.beta_h
+    if p.interleaved:
+        inside = head // ratio * 2 * ratio + head % ratio
+        g_at = seq * p.g_b + (inside + ratio) * p.g_h
+        beta_at = seq * p.beta_b + inside * p.beta_h
+    return g_at, beta_at
+
+
+@jit
+def task(p, w, c, extra, taps, seq, key):
+    """One key head of one sequence, with its value heads."""
+    n, ld_v, ratio, m = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK, p.T
+    padding, read, write = state_rows(p, seq)
+    if padding:
+        fill(w.o, ld_v, 0.0)
+        for head in range(key * ratio, (key + 1) * ratio):
+            for t in range(m):
+                store_row(p.y, p.io, seq * p.y_b + t * p.y_t + head * p.V, w.o, p.V)
+        return
+    _use_taps(p, c, taps, key)
+    _load_inputs(p, c, seq, key, read, write)
+    here = address_of(c.bias)  # nothing to ask for: the lines are short
+    convolve(p, c, m, c.width, here, 0, here, 0)
+    for t in range(m):
+        q, k = w.x + (padded_tokens(m) + t) * n, w.x + t * n
+        copy_row(q, c.y + t * c.width, n)
+        copy_row(k, c.y + t * c.width + n, n)
+        fill_tail(q, p.K)
+        fill_tail(k, p.K)
+    finish_tokens(p, w, m, 1)
+    for head in range(key * ratio, (key + 1) * ratio):
+        g_at, beta_at = _gates_at(p, seq, head)
+        load_gates(p, w, 0, g_at, beta_at, head, m)
+        column = 2 * n + (head - key * ratio) * p.V
+        for t in range(padded_tokens(m)):
+            if t < m:
+                copy_row(w.v + t * ld_v, c.y + t * c.width + column, round_up(p.V, LANES))
+            else:
+                fill(w.v + t * ld_v, ld_v, 0.0)
+        operands(p, w, w.alpha, m, 1, write != NOWHERE)
+        run_head(p, w, read, write, head, 0, m, 1)
+        _outputs(p, w, extra, extra + ld_v, seq, head)
+
+
+def _make(version: str) -> Callable[[Any], None]:
+    def step_kernel(block):
+        _ = version
+        p = view(block)
+        n, ld_v, ratio = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK
+        w, memory = make_work(p.K, p.V, 1, 1, block_floats(p))
+        width = 2 * n + round_up(ratio * p.V, LANES) + LANES
+        c, more = make_lines(width, front_lines(p), 1)
+        last = allocate((2 * ld_v + p.HK * (LANES + (p.W + 1) * width)) * 4 + 64)
+        extra = pointer(round_up(last, 64), F32)
+        load_norm_weight(p, extra + ld_v)
+        taps = extra + 2 * ld_v
+        fill(taps, p.HK * LANES, 0.0)
+        own = first_range(p)
+        for other in range(p.threads):
+            part = (own + other) % p.threads
+            i = claim(p, part)
+            while i >= 0:
+                task(p, w, c, extra, taps, i // p.HK, i % p.HK)
+                i = claim(p, part)
+        release(last)
+        release(more)
+        release(memory)
+
+    return step_kernel
+
+
+KERNEL = Kernel("step", PARAMS, _make)
+
+
+def step(p: StepProblem, t: StepTensors) -> None:
+    """Serve ``step``."""
+    params, _alive = step_block(p, t)
+    if p.T > 0:
+        KERNEL(params, p.N * p.HK)

@@ -1,0 +1,327 @@
+"""Tiles of vectors held in registers: loads, stores, reductions, transposes.
+
+A tile of R x C vectors is row major. Shapes are compile-time constants; every operation is unrolled
+while the LLVM IR is built, so a kernel that carries a tile through a loop keeps it in registers.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sluice.backends.cpu.simd import (
+    LANES,
+    Tile,
+    Vec,
+    _i64,
+    _load,
+    _prefetch,
+    _rows,
+    _shuffle,
+    _splat,
+    _store,
+    _tile,
+    _vector,
+)
+
+
+def _const_int(*kinds):
+    return all(isinstance(t, types.IntegerLiteral) for t in kinds)
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typingctx, rows):
+    """A tile of zeros."""
+    if not _const_int(rows):
+        return None
+    n = rows.literal_value
+
+    def codegen(context, builder, sig, args):
+        return ir.Constant(ir.ArrayType(_vector(LANES), n), None)
+
+    return Tile(n)(rows), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_rows(typingctx, ptr, index, stride, rows):
+    """LANES elements from each of `index + r * stride`."""
+    if not _const_int(rows):
+        return None
+    n = rows.literal_value
+
+    def codegen(context, builder, sig, args):
+        base, index, stride, _ = args
+        out = []
+        for _r in range(n):
+            out.append(_load(builder, ptr.code, base, index, LANES))
+            index = builder.add(index, stride)
+        return _tile(builder, out)
+
+    return Tile(n)(ptr, types.int64, types.int64, rows), codegen
+
+
+@intrinsic
+def store_rows(typingctx, ptr, index, stride, tile):
+    """Store row r of the tile at `index + r * stride`."""
+
+    def codegen(context, builder, sig, args):
+        base, index, stride, value = args
+        for vector in _rows(builder, value):
+            _store(builder, ptr.code, base, index, vector)
+            index = builder.add(index, stride)
+        return context.get_dummy_value()
+
+    return types.void(ptr, types.int64, types.int64, tile), codegen
+
+
+@intrinsic(prefer_literal=True)
+def spread(typingctx, ptr, index, stride, rows, columns):
+    """The single elements `index + r * stride + c`, each in every lane of vector [r, c]."""
+    if not _const_int(rows, columns):
+        return None
+    R, C = rows.literal_value, columns.literal_value
+
+    def codegen(context, builder, sig, args):
+        base, index, stride = args[:3]
+        out = []
+        for _r in range(R):
+            for c in range(C):
+                element = _load(builder, ptr.code, base, builder.add(index, _i64(c)))
+                out.append(_splat(builder, element))
+            index = builder.add(index, stride)
+        return _tile(builder, out)
+
+    return Tile(R * C)(ptr, types.int64, types.int64, rows, columns), codegen
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typingctx, address, lines, level):
+    """Ask for cache lines from an address on (any is allowed), into the cache of a level."""
+    if not _const_int(lines, level):
+        return None
+
+    def codegen(context, builder, sig, args):
+        for line in range(lines.literal_value):
+            where = builder.add(args[0], _i64(64 * line))
+            _prefetch(builder, where, level.literal_value)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, lines, level), codegen
+
+
+@intrinsic
+def stack(typingctx, a, b):
+    """The rows of a, then those of b."""
+
+    def codegen(context, builder, sig, args):
+        return _tile(builder, [x for t in args for x in _rows(builder, t)])
+
+    return Tile(a.rows + b.rows)(a, b), codegen
+
+
+@intrinsic(prefer_literal=True)
+def row(typingctx, tile, index):
+    """One row of a tile, as a tile."""
+    if not _const_int(index):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return _tile(builder, [builder.extract_value(args[0], index.literal_value)])
+
+    return Tile(1)(tile, index), codegen
+
+
+# -- single lanes -------------------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)
+def load_lanes(typingctx, ptr, index, count):
+    """`count` consecutive elements as a short vector."""
+    if not _const_int(count):
+        return None
+    n = count.literal_value
+
+    def codegen(context, builder, sig, args):
+        return _load(builder, ptr.code, args[0], args[1], n)
+
+    return Vec(n)(ptr, types.int64, count), codegen
+
+
+@intrinsic(prefer_literal=True)
+def every(typingctx, vector, start, step):
+    """Lanes start, start + step, and so on."""
+    if not _const_int(start, step):
+        return None
+    lanes = list(range(start.literal_value, vector.lanes, step.literal_value))
+
+    def codegen(context, builder, sig, args):
+        return _shuffle(builder, args[0], args[0], lanes)
+
+    return Vec(len(lanes))(vector, start, step), codegen
+
+
+@intrinsic
+def spread_lanes(typingctx, vector):
+    """A tile whose row r has lane r of a (short) vector in every lane."""
+
+    def codegen(context, builder, sig, args):
+        rows = [_shuffle(builder, args[0], args[0], [r] * LANES) for r in range(vector.lanes)]
+        return _tile(builder, rows)
+
+    return Tile(vector.lanes)(vector), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_columns(typingctx, ptr, index, stride, vector, columns):
+    """Store a vector of rows of `columns` lanes by columns, column j at `index + j * stride`."""
+    if not _const_int(columns):
+        return None
+    count = columns.literal_value
+
+    def codegen(context, builder, sig, args):
+        base, index, stride, value, _ = args
+        for j in range(count):
+            lanes = list(range(j, vector.lanes, count))
+            column = _shuffle(builder, value, value, lanes)
+            _store(builder, ptr.code, base, index, column)
+            index = builder.add(index, stride)
+        return context.get_dummy_value()
+
+    return types.void(ptr, types.int64, types.int64, vector, columns), codegen
+
+
+def _gathered(builder, vectors, lanes):
+    """One vector of the given lanes of several vectors, numbered through."""
+    width = vectors[0].type.count
+    out = vectors[0]
+    mask = [lane if lane < width else 0 for lane in lanes]
+    out = _shuffle(builder, out, out, mask)
+    for v in range(1, len(vectors)):
+        mask = [
+            width + lane - v * width if v * width <= lane < (v + 1) * width else i
+            for i, lane in enumerate(lanes)
+        ]
+        out = _shuffle(builder, out, vectors[v], mask)
+    return out
+
+
+@intrinsic(prefer_literal=True)
+def load_interleaved(typingctx, ptr, index, count):
+    """A tile of `count` rows: lane i of row j is element `index + i * count + j`."""
+    if not _const_int(count):
+        return None
+    n = count.literal_value
+
+    def codegen(context, builder, sig, args):
+        base, index, _ = args
+        vectors = []
+        for _v in range(n):
+            vectors.append(_load(builder, ptr.code, base, index, LANES))
+            index = builder.add(index, _i64(LANES))
+        rows = [_gathered(builder, vectors, range(j, n * LANES, n)) for j in range(n)]
+        return _tile(builder, rows)
+
+    return Tile(n)(ptr, types.int64, count), codegen
+
+
+@intrinsic
+def store_interleaved(typingctx, ptr, index, tile):
+    """The way back."""
+
+    def codegen(context, builder, sig, args):
+        base, index, value = args
+        rows = _rows(builder, value)
+        n = len(rows)
+        for v in range(n):
+            lanes = [e % n * LANES + e // n for e in range(v * LANES, (v + 1) * LANES)]
+            _store(builder, ptr.code, base, index, _gathered(builder, rows, lanes))
+            index = builder.add(index, _i64(LANES))
+        return context.get_dummy_value()
+
+    return types.void(ptr, types.int64, tile), codegen
+
+
+# -- sums and transposes ------------------------------------------------------------------------
+
+
+def _halves(count, width):
+    """Lane numbers of the lower and the upper half of each of `count` runs of `width` lanes."""
+    half = width // 2
+    low = [run * width + i for run in range(count) for i in range(half)]
+    return low, [i + half for i in low]
+
+
+def _merged_sums(builder, vectors):
+    """The sum of the lanes of each vector, all in one vector.
+
+    Lane i always meets lane i + width / 2, whatever shares the vector: the bits of a sum do not
+    depend on its neighbours.
+    """
+    width = LANES
+    while len(vectors) > 1 and width > 1:
+        low, high = _halves(2 * LANES // width, width)
+        vectors = [
+            builder.fadd(_shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        width //= 2
+    while width > 1:
+        runs = vectors[0].type.count // width
+        low, high = _halves(runs, width)
+        vectors = [
+            builder.fadd(_shuffle(builder, a, a, low), _shuffle(builder, a, a, high))
+            for a in vectors
+        ]
+        width //= 2
+    while len(vectors) > 1:
+        both = list(range(2 * vectors[0].type.count))
+        vectors = [
+            _shuffle(builder, a, b, both) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+@intrinsic
+def sums(typingctx, tile):
+    """Lane r is the sum over the lanes of row r; the number of rows is a power of two."""
+    if isinstance(tile, Vec) or tile.rows & (tile.rows - 1):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return _merged_sums(builder, _rows(builder, args[0]))
+
+    return Vec(tile.rows)(tile), codegen
+
+
+@intrinsic
+def total(typingctx, vector):
+    """The sum over the lanes, in the order of `sums`."""
+
+    def codegen(context, builder, sig, args):
+        return builder.extract_element(_merged_sums(builder, [args[0]]), _i64(0))
+
+    return types.float32(vector), codegen
+
+
+@intrinsic
+def transposed(typingctx, tile):
+    """A square tile with rows and lanes exchanged."""
+    if tile.rows != LANES:
+        return None
+
+    def codegen(context, builder, sig, args):
+        rows = _rows(builder, args[0])
+        step = LANES // 2
+        while step:
+            first = [i if not i & step else i - step + LANES for i in range(LANES)]
+            second = [i + step if not i & step else i + LANES for i in range(LANES)]
+            for i in range(LANES):
+                if not i & step:
+                    a, b = rows[i], rows[i + step]
+                    rows[i] = _shuffle(builder, a, b, first)
+                    rows[i + step] = _shuffle(builder, a, b, second)
+            step //= 2
+        return _tile(builder, rows)
+
+    return tile(tile), codegen

@@ -1,0 +1,171 @@
+"""Speculative decoding: verify keeps k, d and g of draft tokens, commit folds in the accepted.
+
+Verify is decode that writes a draft instead of the state. Commit is equation (3) of delta.py alone,
+with the same functions and factors, so it leaves the bits that decode would have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sluice.backends.cpu.address import NOWHERE, span, state_rows
+from sluice.backends.cpu.conv import ROLL, blocks_of
+from sluice.backends.cpu.decode import decode
+from sluice.backends.cpu.delta import BLOCK_V, fold_kv, fold_vk
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.params import PARAMS, commit_block
+from sluice.backends.cpu.prepare import (
+    HEAD_DECAY,
+    KEY_DECAY,
+    head_factors,
+    key_factors,
+    make_work,
+    padded_tokens,
+    zero_factors,
+)
+from sluice.backends.cpu.rows import fill, load_row, read_index, round_up
+from sluice.backends.cpu.simd import F32, LANES, address_of, get, load, pointer, put, release, store
+from sluice.backends.cpu.state import (
+    block_floats,
+    head_at,
+    is_direct,
+    load_block,
+    pass_through,
+    store_block,
+)
+from sluice.backends.cpu.vmath import vexp
+from sluice.contract.problem import CommitProblem, DeltaProblem
+from sluice.contract.tensors import CommitTensors, DeltaTensors
+
+VK1, VK2, VK4, VK8 = (fold_vk(M, True) for M in (1, 2, 4, 8))
+KV1, KV2, KV4, KV8 = (fold_kv(M, 2, True) for M in (1, 2, 4, 8))
+
+view = PARAMS.view
+
+
+@jit
+def _load_factors(p, w, token, head, m):
+    """Keys, decays, and from them w and lam."""
+    K, n = p.K, round_up(p.K, LANES)
+    head_k = head // (p.HV // p.HK)
+    for t in range(m):
+        load_row(w.x + t * n, p.draft_k, F32, ((token + t) * p.HK + head_k) * K, K)
+    if p.decay == KEY_DECAY:
+        for t in range(m):
+            decays = w.ak + t * n
+            load_row(decays, p.draft_g, F32, ((token + t) * p.HV + head) * K, K)
+            for i in range(0, n, LANES):
+                store(decays, i, vexp(load(decays, i)))
+            key_factors(w, w.x, t, n)
+    else:
+        count = round_up(m, LANES)
+        fill(w.alpha, count, 1.0)
+        if p.decay == HEAD_DECAY:
+            log_decays = pointer(p.draft_g, F32)
+            for t in range(m):
+                put(w.g, t, get(log_decays, (token + t) * p.HV + head))
+            for t in range(m, count):
+                put(w.g, t, 0.0)
+            for t in range(0, count, LANES):
+                store(w.alpha, t, vexp(load(w.g, t)))
+        head_factors(w, w.x, w.alpha, m, n)
+    zero_factors(w, m, n)
+
+
+@jit
+def _load_corrections(p, w, token, head, v0, m):
+    """d [M, BLOCK_V] of the accepted tokens, zeros where there are none."""
+    width = min(BLOCK_V, p.V - v0)
+    for t in range(padded_tokens(m)):
+        row = w.d + t * BLOCK_V
+        if t >= m or width <= BLOCK_V - LANES:
+            fill(row, BLOCK_V, 0.0)
+        if t < m:
+            load_row(row, p.draft_d, F32, ((token + t) * p.HV + head) * p.V + v0, width)
+
+
+@jit
+def _fold(p, w, s, to, ld, soon, m):
+    n = round_up(p.K, LANES)
+    if p.kv:
+        if m == 1:
+            KV1(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+        elif m == 2:
+            KV2(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+        elif m <= 4:
+            KV4(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+        else:
+            KV8(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+    elif m == 1:
+        VK1(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+    elif m == 2:
+        VK2(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+    elif m <= 4:
+        VK4(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+    else:
+        VK8(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+
+
+@jit
+def task(p, w, seq, head):
+    """The accepted tokens of one value head of one sequence."""
+    padding, read, write = state_rows(p, seq)
+    if padding or write == NOWHERE:
+        return
+    batch, start, _ = span(p, seq)
+    m = read_index(p.accepted, p.accepted_wide, seq)
+    if m == 0:
+        pass_through(p, w, read, write, head)
+        return
+    K, V, n = p.K, p.V, round_up(p.K, LANES)
+    token = batch * p.T + start
+    _load_factors(p, w, token, head, m)
+    source, target = head_at(p, read, head), head_at(p, write, head)
+    direct = is_direct(p) and read != NOWHERE
+    memory = pointer(p.state, F32)
+    for v0 in range(0, V, BLOCK_V):
+        _load_corrections(p, w, token, head, v0, m)
+        soon = address_of(memory + source + (K * (V + v0) if p.kv else (v0 + BLOCK_V) * K))
+        if direct:
+            step = v0 if p.kv else v0 * K
+            s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
+            _fold(p, w, s, to, ld, soon, m)
+        else:
+            load_block(p, w.tile, source, v0, read == NOWHERE)
+            _fold(p, w, w.tile, w.tile, BLOCK_V if p.kv else n, soon, m)
+            store_block(p, w.tile, target, v0)
+
+
+def _make(version: str) -> Callable[[Any], None]:
+    def commit_kernel(block):
+        _ = version
+        p = view(block)
+        w, memory = make_work(p.K, p.V, 1, 1, block_floats(p))
+        first = first_range(p)
+        for other in range(p.threads):
+            part = (first + other) % p.threads
+            i = claim(p, part)
+            while i >= 0:
+                task(p, w, i // p.HV, i % p.HV)
+                i = claim(p, part)
+        release(memory)
+
+    return commit_kernel
+
+
+KERNEL = Kernel("commit", PARAMS, _make)
+
+
+def verify(p: DeltaProblem, t: DeltaTensors) -> None:
+    """Serve ``verify``."""
+    decode(p, t)
+
+
+def commit(p: CommitProblem, t: CommitTensors) -> None:
+    """Serve ``commit``."""
+    params, _alive = commit_block(p, t)
+    KERNEL(params, p.N * p.HV)
+    if t.conv_state is not None:
+        ROLL(params, p.N * blocks_of(p.D))

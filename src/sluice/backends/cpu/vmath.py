@@ -1,0 +1,71 @@
+"""Elementary functions on vectors, within about 2 ulp; a NaN stays a NaN."""
+
+from __future__ import annotations
+
+from sluice.backends.cpu.jit import jit_inline
+from sluice.backends.cpu.simd import fma, keep_nan, pow2, vabs, vmax, vmin, vround
+
+LOG2E = 1.4426950408889634
+LN2_HIGH = 0.693359375
+LN2_LOW = -2.12194440e-4
+EXP_LOW, EXP_HIGH = -104.0, 89.0  # beyond these float32 gives 0 and infinity
+NORMAL = 87.0  # exp of up to this, and its inverse, are normal numbers
+
+
+@jit_inline
+def _exp_parts(clamped):
+    """n and p with exp(clamped) = 2**n p: p is a polynomial on |r| <= ln(2) / 2."""
+    n = vround(clamped * LOG2E)
+    r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, clamped))
+    poly = fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    poly = fma(poly, r, 8.3334519073e-3)
+    poly = fma(poly, r, 4.1665795894e-2)
+    poly = fma(poly, r, 1.6666665459e-1)
+    poly = fma(poly, r, 5.0000001201e-1)
+    return n, fma(poly, r * r, r) + 1.0
+
+
+@jit_inline
+def vexp(x):
+    """exp(x)."""
+    n, poly = _exp_parts(vmin(vmax(x, EXP_LOW), EXP_HIGH))
+    # 2**n in two factors: n reaches -150, below the smallest normal exponent.
+    half = vround(n * 0.5)
+    return keep_nan(poly * pow2(half) * pow2(n - half), x)
+
+
+@jit_inline
+def _vexp_minus(x):
+    """exp(-x), kept between 1e-38 and 1e38; a NaN becomes the largest."""
+    n, poly = _exp_parts(vmin(vmax(x * -1.0, -NORMAL), NORMAL))
+    return poly * pow2(n)
+
+
+@jit_inline
+def vlog1p_unit(y):
+    """log(1 + y) for y in [0, 1], as 2 atanh(y / (2 + y))."""
+    z = y / (y + 2.0)
+    z2 = z * z
+    poly = fma(z2, 0.06666666667, 0.07692307692)
+    poly = fma(poly, z2, 0.09090909091)
+    poly = fma(poly, z2, 0.1111111111)
+    poly = fma(poly, z2, 0.1428571429)
+    poly = fma(poly, z2, 0.2)
+    poly = fma(poly, z2, 0.3333333333)
+    twice = z + z
+    return fma(poly * z2, twice, twice)
+
+
+@jit_inline
+def vsoftplus(x):
+    return vmax(x, 0.0) + vlog1p_unit(vexp(vabs(x) * -1.0))
+
+
+@jit_inline
+def vsigmoid(x):
+    return keep_nan(1.0 / (_vexp_minus(x) + 1.0), x)
+
+
+@jit_inline
+def vsilu(x):
+    return x / (_vexp_minus(x) + 1.0)

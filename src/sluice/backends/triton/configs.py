@@ -1,0 +1,150 @@
+"""Launch configurations as data: rows of (limit, configuration), the first row that fits is taken.
+
+Each table says on which GPU and when its rows were measured; docs/kernels has the numbers. Nothing
+is tuned at run time. Rows of one table differ only in what cannot change a bit of the result: how
+many rows of a state or tokens a program holds, never how a sum is ordered (C and num_warps).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """How a kernel is cut and launched; a kernel reads the sizes it has."""
+
+    num_warps: int
+    BLOCK_V: int = 0  # state rows a program holds
+    C: int = 0  # keys in a piece of a state tile
+    BLOCK_T: int = 0  # tokens a program holds at a time
+    BLOCK_D: int = 0  # channels a program holds
+    CHUNK: int = 0  # tokens a program owns
+    EVICT: str = ""  # how the cache treats the state: "evict_first", or as any line
+    num_stages: int = 1
+    maxnreg: int | None = None  # registers of a thread, where more would leave too few programs
+    fp_fusion: bool = False  # whether the compiler may fuse products into sums
+
+
+class Row(NamedTuple):
+    """A configuration for up to ``limit`` units of work."""
+
+    limit: float
+    config: Config
+
+
+ANY = float("inf")
+STREAM = "evict_first"
+
+# decode, verify and commit; the unit is N·HV states. H200, 2026-11-15.
+# A GPU starts some 800 programs a microsecond, so a program must move 8 KiB or more; fewer rows a
+# program are quicker while there are few states. 128 keys a piece are read 512 bytes at a time,
+# which bf16 states gain from; 32 keys a piece need fewer shuffles, which float32 states gain from.
+DECODE: dict[tuple[str, int], tuple[Row, ...]] = {
+    # (state layout, bytes of an element)
+    ("vk", 4): (
+        Row(2048, Config(num_warps=2, BLOCK_V=8, C=32, EVICT=STREAM)),
+        Row(ANY, Config(num_warps=2, BLOCK_V=8, C=32)),
+    ),
+    ("vk", 2): (
+        Row(512, Config(num_warps=1, BLOCK_V=8, C=128, EVICT=STREAM)),
+        Row(ANY, Config(num_warps=1, BLOCK_V=16, C=128)),
+    ),
+    ("kv", 4): (Row(ANY, Config(num_warps=1, BLOCK_V=16, C=16)),),
+    ("kv", 2): (Row(ANY, Config(num_warps=1, BLOCK_V=32, C=16)),),
+}
+# the same with more than one token: what a token costs a program is shared by more rows
+DRAFT: dict[tuple[str, int], Row] = {
+    ("vk", 4): Row(ANY, Config(num_warps=2, BLOCK_V=64, C=32)),
+    ("vk", 2): Row(ANY, Config(num_warps=1, BLOCK_V=16, C=128)),
+}
+# commit: channels of a conv window that one program moves
+WINDOW_CHANNELS = 256
+
+
+def decode(
+    state_dtype: torch.dtype, state_layout: str, K: int, V: int, states: int, tokens: int = 1
+) -> Config:
+    """The row for ``states`` = N·HV states; keys beyond 128 halve the rows a program holds."""
+    key = state_layout, state_dtype.itemsize
+    config = _pick(DECODE[key], states)
+    if tokens > 1 and key in DRAFT and states > DECODE[key][0].limit:
+        config = DRAFT[key].config
+    rows = min(config.BLOCK_V, _power_of_two(V))
+    if K > 128:
+        rows = max(1, rows // 2)
+    return config._replace(BLOCK_V=rows, C=min(config.C, _power_of_two(K)))
+
+
+# causal_conv1d; the unit is the tokens of a sequence. H200, 2026-11-15.
+CONV: tuple[Row, ...] = (
+    Row(4, Config(num_warps=1, BLOCK_T=4, BLOCK_D=128, CHUNK=4)),
+    Row(ANY, Config(num_warps=2, BLOCK_T=8, BLOCK_D=128, CHUNK=64, num_stages=3)),
+)
+
+
+def conv(D: int, tokens: int) -> Config:
+    """The row for sequences of ``tokens`` tokens."""
+    config = _pick(CONV, tokens)
+    return config._replace(BLOCK_D=min(config.BLOCK_D, _power_of_two(D)))
+
+
+# conv_qkv; the unit is the tokens of the call. One warp: the order of the norm's sum is its lanes'.
+# Chosen by arithmetic (two kilobytes under way a warp, sixteen warps an SM), not yet measured.
+CONV_QKV: tuple[Row, ...] = (
+    Row(1024, Config(num_warps=1, BLOCK_T=8, CHUNK=16)),
+    Row(4096, Config(num_warps=1, BLOCK_T=8, CHUNK=32)),
+    Row(ANY, Config(num_warps=1, BLOCK_T=8, CHUNK=64)),
+)
+
+
+def conv_qkv(K: int, V: int, N: int, tokens: int) -> Config:
+    """The row for ``tokens`` tokens in N sequences, cut for shorter ones; channels are a head's."""
+    config = _pick(CONV_QKV, tokens)
+    longest = _power_of_two(max(1, -(-tokens // max(N, 1))))
+    rows, chunk = min(config.BLOCK_T, longest), min(config.CHUNK, longest)
+    return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=_power_of_two(max(K, V)))
+
+
+# step: a program holds a whole state. H200, 2026-11-15.
+STEP: dict[int, Config] = {
+    # bytes of an element of the state
+    4: Config(num_warps=4, C=32, fp_fusion=True),
+    2: Config(num_warps=4, C=64, fp_fusion=True),
+}
+STEP_SPREAD = 256
+"""Up to so many states N·HV a value head has a program to itself, beyond it a key head's group."""
+
+
+def step(state_dtype: torch.dtype, K: int, V: int) -> Config:
+    """More warps, and all registers, for states larger than 128 × 128."""
+    config = STEP[state_dtype.itemsize]
+    config = config._replace(C=min(config.C, _power_of_two(K)))
+    larger = _power_of_two(K) * _power_of_two(V) // 128**2
+    if larger <= 1:
+        return config
+    warps = min(16, config.num_warps * larger)
+    return config._replace(num_warps=warps, maxnreg=65536 // (32 * warps) // 8 * 8)
+
+
+def step_group(states: int, r: int) -> int:
+    """Value heads of a program."""
+    return 1 if states <= STEP_SPREAD else r
+
+
+# rms_norm_gated: rows of a program for a width of 128.
+NORM = Config(num_warps=4, BLOCK_T=16)
+
+
+def norm(V: int) -> Config:
+    """About 2,048 elements a program, whatever the width."""
+    return NORM._replace(BLOCK_T=max(1, 128 * NORM.BLOCK_T // _power_of_two(V)))
+
+
+def _pick(rows: tuple[Row, ...], work: int) -> Config:
+    return next(row.config for row in rows if work <= row.limit)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

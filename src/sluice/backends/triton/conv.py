@@ -1,0 +1,232 @@
+"""Depthwise causal convolution with a rolling window, docs/kernels/conv.md.
+
+    y_t = act(bias + Σ_w weight_w x_(t - W + 1 + w))
+
+One program owns CHUNK tokens of one sequence × BLOCK_D channels, BLOCK_T at a time. A sequence's
+first block is the one that reads its window, and the one that writes it.
+"""
+# ruff: noqa: SIM102 (what a kernel may not say, and constants decide)
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from sluice.backends.triton import configs
+from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.tiles import begin
+from sluice.backends.triton.window import (
+    FIRST,
+    convolve,
+    convolve_first,
+    find_sequence,
+    load_weights,
+    save_windows,
+)
+from sluice.contract.problem import ConvProblem
+from sluice.contract.tensors import ConvQkvTensors, ConvTensors
+
+
+@triton.jit
+def locate(
+    block,
+    cu_seqlens_ptr,
+    slots_ptr,
+    write_slots_ptr,
+    has_state_ptr,
+    N,
+    T,
+    pad_slot,
+    CHUNK: tl.constexpr,
+):
+    """A block's sequence: its index, batch row, first token, length, which block of it this is, and
+    the rows of the pool it reads and writes, each with whether it does."""
+    if cu_seqlens_ptr is not None:
+        seq, block, start, length = find_sequence(cu_seqlens_ptr, block, N, T, CHUNK)
+        seq = seq.to(tl.int64)
+        start = start.to(tl.int64)
+        owned = seq < N
+        batch = seq * 0
+    else:
+        blocks = tl.maximum((T + CHUNK - 1) // CHUNK, 1)
+        seq = (block // blocks).to(tl.int64)
+        block = block % blocks
+        owned = seq >= 0
+        start = seq * 0
+        length = T
+        batch = seq
+    slot = seq
+    live = owned
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + seq, mask=owned, other=0).to(tl.int64)
+        live = owned & (slot > pad_slot)
+    known = live
+    if has_state_ptr is not None:
+        known = live & (tl.load(has_state_ptr + seq, mask=owned, other=0) != 0)
+    write_slot = slot
+    kept = live
+    if write_slots_ptr is not None:
+        write_slot = tl.load(write_slots_ptr + seq, mask=owned, other=0).to(tl.int64)
+        kept = live & (write_slot > pad_slot)
+    return seq, block, batch, start, length, live, slot, known, write_slot, kept
+
+
+FREE = ["N", "T", "M", "every", "pad_slot"]
+UNALIGNED = ["slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
+UNALIGNED += ["checkpoint_slots_ptr", "checkpoint_positions_ptr"]
+
+
+@triton.jit(do_not_specialize=FREE, do_not_specialize_on_alignment=UNALIGNED)
+def conv_kernel(
+    x_ptr,  # [B, T, D]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    state_ptr,  # [P, D, L], read and written, or None
+    y_ptr,  # [B, T, D]
+    slots_ptr,  # [N]; None: row i is sequence i
+    write_slots_ptr,  # [N]; None: slots
+    has_state_ptr,  # [N]; None: all have
+    cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    checkpoint_slots_ptr,  # [N, M] or None
+    checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
+    N,
+    T,
+    M,
+    every,
+    pad_slot,
+    stride_x_b,
+    stride_x_t,
+    stride_x_d,
+    stride_w_d,
+    stride_w_w,
+    stride_state_p,
+    stride_state_d,
+    stride_state_l,
+    stride_y_b,
+    stride_y_t,
+    stride_y_d,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    SILU: tl.constexpr,
+    WRITE_STATE: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    begin()
+    pid = tl.program_id(0)
+    seq, block, batch, start, length, live, slot, known, write_slot, kept = locate(
+        pid // COLUMNS, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
+        CHUNK,
+    )  # fmt: skip
+    offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    mask_d = offs_d < D
+    x_ptr += batch * stride_x_b + start * stride_x_t
+    y_ptr += batch * stride_y_b + start * stride_y_t
+    window_ptr = state_ptr
+    if state_ptr is not None:
+        window_ptr = state_ptr + slot * stride_state_p
+    weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W)
+
+    # tokens whose taps reach into the window are made apart, so that the loop need not know of it
+    first = block * CHUNK
+    last = tl.minimum(first + CHUNK, length)
+    if state_ptr is not None:
+        if known & (block == 0):
+            offs_t = tl.arange(0, FIRST).to(tl.int64)
+            y = convolve_first(
+                x_ptr, weights, bias_ptr, window_ptr, offs_t, length, offs_d, mask_d, stride_x_t,
+                stride_x_d, stride_state_d, stride_state_l, L, W, SILU,
+            )  # fmt: skip
+            at = y_ptr + offs_t[:, None] * stride_y_t + offs_d[None, :] * stride_y_d
+            mask = (offs_t < tl.minimum(W - 1, length))[:, None] & mask_d[None, :]
+            tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+            first = W - 1
+    offs_t = first + tl.arange(0, BLOCK_T)
+    rows = offs_t.to(tl.int64)[:, None]  # T·D passes 2**31 in long inputs
+    place = x_ptr + (rows - (W - 1)) * stride_x_t + offs_d[None, :] * stride_x_d
+    out = y_ptr + rows * stride_y_t + offs_d[None, :] * stride_y_d
+    if not live:
+        for begins in range(first, last, BLOCK_T):
+            zeros = tl.zeros([BLOCK_T, BLOCK_D], y_ptr.dtype.element_ty)
+            mask = (begins + tl.arange(0, BLOCK_T) < last)[:, None] & mask_d[None, :]
+            tl.store(out + (begins - first) * stride_y_t, zeros, mask=mask)
+        last = first
+    for _ in tl.range(first, last, BLOCK_T, num_stages=STAGES):
+        y = convolve(place, weights, bias_ptr, offs_t, length, offs_d, mask_d, stride_x_t, W, SILU)
+        mask = (offs_t < last)[:, None] & mask_d[None, :]
+        tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
+        offs_t += BLOCK_T
+        place += BLOCK_T * stride_x_t
+        out += BLOCK_T * stride_y_t
+    if WRITE_STATE:
+        if live:
+            save_windows(
+                x_ptr, state_ptr, window_ptr, known, kept, length, seq, block,
+                checkpoint_slots_ptr, checkpoint_positions_ptr, write_slot, every, M, pad_slot,
+                offs_d, mask_d, stride_x_t, stride_x_d, stride_state_p, stride_state_d,
+                stride_state_l, L, CHUNK, BLOCK_L,
+            )  # fmt: skip
+
+
+def blocks(p: ConvProblem, chunk: int) -> int:
+    """How many blocks of tokens cover the call: see ``find_sequence``."""
+    if p.varlen:
+        return p.T // chunk + p.N + 1
+    return p.N * max(1, triton.cdiv(p.T, chunk))
+
+
+def shared(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> dict[str, Any]:
+    """The arguments that both convolutions have."""
+    r, saved = t.rows, t.checkpoint_slots
+    return {
+        "x_ptr": t.x,
+        "weight_ptr": t.weight,
+        "bias_ptr": dense(t.bias),
+        "state_ptr": t.state,
+        "slots_ptr": dense(r.slots),
+        "write_slots_ptr": dense(r.write_slots),
+        "has_state_ptr": dense(r.has_state),
+        "cu_seqlens_ptr": dense(r.cu_seqlens),
+        "checkpoint_slots_ptr": dense(saved),
+        "checkpoint_positions_ptr": dense(t.checkpoint_positions),
+        "N": p.N,
+        "T": p.T,
+        "M": 0 if saved is None else saved.shape[1],
+        "every": p.checkpoint_every,
+        "pad_slot": p.rows.pad_slot,
+        **strides(t.x, "x", "btd"),
+        "stride_w_d": t.weight.stride(0),
+        "stride_w_w": t.weight.stride(1),
+        **strides(t.state, "state", "pdl"),
+        "L": p.L,
+        "W": p.W,
+        "BLOCK_L": max(1, triton.next_power_of_2(p.L)),
+        "SILU": p.activation == "silu",
+        "WRITE_STATE": t.state is not None and not p.freeze,
+    }
+
+
+def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
+    """Serve ``causal_conv1d``."""
+    config = configs.conv(p.D, p.T // max(p.N, 1) if p.varlen else p.T)
+    launch(
+        conv_kernel,
+        blocks(p, config.CHUNK) * triton.cdiv(p.D, config.BLOCK_D),
+        config,
+        p.device,
+        **shared(p, t),
+        y_ptr=t.out,
+        **strides(t.out, "y", "btd"),
+        D=p.D,
+        CHUNK=config.CHUNK,
+        STAGES=config.num_stages,
+        BLOCK_T=config.BLOCK_T,
+        BLOCK_D=config.BLOCK_D,
+    )

@@ -1,0 +1,351 @@
+"""Convolution, split into heads, l2 norm and gates in one launch, docs/kernels/conv.md.
+
+    y      = act(conv(x))            channels [Q | K | V]
+    q, k   = y / |y| per head        1 / |y| = rsqrt(Σ y² + 1e-6)
+    g      = -exp(A_log) softplus(a + dt_bias),   beta = sigmoid(b)
+
+One program owns CHUNK tokens of one sequence × one head of q, k or v, or the gates of all heads:
+no block crosses from Q to K or from K to V, whatever the head counts are.
+"""
+# ruff: noqa: RUF005, SIM102 (what a kernel may not say, and constants decide)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sluice.backends.triton import configs
+from sluice.backends.triton.conv import FREE, UNALIGNED, blocks, locate, shared
+from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.tiles import NORM_EPS, begin, exp, sigmoid, silu, softplus
+from sluice.backends.triton.window import load_weights, save_windows
+from sluice.contract.problem import ConvQkvProblem
+from sluice.contract.tensors import ConvQkvTensors
+
+
+@triton.jit
+def make_gates(
+    a_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    g_ptr,
+    beta_ptr,
+    beta_scale,
+    offs_t,
+    length,
+    live,
+    stride_a_t,
+    stride_a_h,
+    stride_b_t,
+    stride_b_h,
+    stride_g_t,
+    stride_g_h,
+    stride_beta_t,
+    stride_beta_h,
+    HV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """g and beta [BLOCK_T, HV] in float32; zeros where the row is padding."""
+    offs_h = tl.arange(0, BLOCK_H)
+    mask_h = offs_h < HV
+    mask = (offs_t < length)[:, None] & mask_h[None, :]
+    if g_ptr is not None:
+        at = a_ptr + offs_t[:, None] * stride_a_t + offs_h[None, :] * stride_a_h
+        a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if dt_bias_ptr is not None:
+            a += tl.load(dt_bias_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)[None, :]
+        A_log = tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+        g = tl.where(live, -exp(A_log)[None, :] * softplus(a), 0.0)
+        at = g_ptr + offs_t[:, None] * stride_g_t + offs_h[None, :] * stride_g_h
+        tl.store(at, g.to(g_ptr.dtype.element_ty), mask=mask)
+    if beta_ptr is not None:
+        at = b_ptr + offs_t[:, None] * stride_b_t + offs_h[None, :] * stride_b_h
+        b = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        beta = tl.where(live, sigmoid(b) * beta_scale, 0.0)
+        at = beta_ptr + offs_t[:, None] * stride_beta_t + offs_h[None, :] * stride_beta_h
+        tl.store(at, beta.to(beta_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_rows(place, left, mask, stride_x_t, BLOCK_T: tl.constexpr):
+    """Inputs of BLOCK_T tokens, of which ``left`` exist, each [BLOCK_D] in the dtype they have."""
+    rows = ()
+    for i in tl.static_range(BLOCK_T):
+        rows = rows + (tl.load(place + i * stride_x_t, mask=mask & (i < left), other=0.0),)
+    return rows
+
+
+@triton.jit
+def convolve_rows(
+    place,  # [BLOCK_D] where the first token's inputs lie
+    out,  # [BLOCK_D] where its outputs go
+    taps,  # the W - 1 inputs before it, float32
+    weights,
+    bias,
+    tokens,
+    mask,
+    stride_x_t,
+    stride_out_t,
+    W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SILU: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """``tokens`` tokens of one head, the window of taps moving along in registers.
+
+    Each input is loaded, and converted, once. The next tokens' loads are under way meanwhile.
+    """
+    ahead = load_rows(place, tokens, mask, stride_x_t, BLOCK_T)
+    for t in range(0, tokens, BLOCK_T):
+        rows = ahead
+        place += BLOCK_T * stride_x_t
+        ahead = load_rows(place, tokens - t - BLOCK_T, mask, stride_x_t, BLOCK_T)
+        for i in tl.static_range(BLOCK_T):
+            moved = ()
+            for w in tl.static_range(1, W - 1):
+                moved = moved + (taps[w],)
+            x = rows[i].to(tl.float32)
+            y = bias
+            for w in tl.static_range(W - 1):
+                y = tl.fma(taps[w], weights[w], y)
+            y = tl.fma(x, weights[W - 1], y)
+            taps = moved + (x,)
+            if SILU:
+                y = silu(y)
+            if NORMALIZE:
+                y *= tl.rsqrt(tl.sum(y * y, axis=0) + NORM_EPS)
+            y = y.to(out.dtype.element_ty)
+            tl.store(out + i * stride_out_t, y, mask=mask & (t + i < tokens))
+        out += BLOCK_T * stride_out_t
+
+
+@triton.jit
+def load_history(
+    x_ptr,  # [BLOCK_D] where token ``first`` lies
+    window_ptr,  # [D, L], or None
+    known,
+    first,
+    length,
+    offs_d,
+    mask,
+    stride_x_t,
+    stride_window_d,
+    stride_window_l,
+    L: tl.constexpr,
+    W: tl.constexpr,
+):
+    """The W - 1 inputs before token ``first``: of the sequence, of its window, or zeros."""
+    taps = ()
+    for w in tl.static_range(W - 1):
+        at = first - (W - 1) + w
+        place = x_ptr + (at - first) * stride_x_t
+        x = tl.load(place, mask=mask & (at >= 0) & (at < length), other=0.0).to(tl.float32)
+        if window_ptr is not None:
+            place = window_ptr + offs_d * stride_window_d + (L + at) * stride_window_l
+            x += tl.load(place, mask=mask & known & (at < 0), other=0.0).to(tl.float32)
+        taps = taps + (x,)
+    return taps
+
+
+_FREE = FREE + [f"stride_{name}_{dim}" for name in ("a", "b", "g", "beta") for dim in "bth"]
+_UNALIGNED = [*UNALIGNED, "a_ptr", "b_ptr", "A_log_ptr", "dt_bias_ptr", "g_ptr", "beta_ptr"]
+
+
+@triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
+def conv_qkv_kernel(
+    x_ptr,  # [B, T, D]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    a_ptr,  # [B, T, HV] or None
+    b_ptr,  # [B, T, HV] or None
+    A_log_ptr,  # [HV]
+    dt_bias_ptr,  # [HV] or None
+    state_ptr,  # [P, D, L], read and written, or None
+    q_ptr,  # [B, T, HK, K]
+    k_ptr,  # [B, T, HK, K]
+    v_ptr,  # [B, T, HV, V]
+    g_ptr,  # [B, T, HV] or None
+    beta_ptr,  # [B, T, HV] or None
+    slots_ptr,  # [N]; None: row i is sequence i
+    write_slots_ptr,  # [N]; None: slots
+    has_state_ptr,  # [N]; None: all have
+    cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    checkpoint_slots_ptr,  # [N, M] or None
+    checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
+    beta_scale,
+    N,
+    T,
+    M,
+    every,
+    pad_slot,
+    stride_x_b,
+    stride_x_t,
+    stride_x_d,
+    stride_w_d,
+    stride_w_w,
+    stride_a_b,
+    stride_a_t,
+    stride_a_h,
+    stride_b_b,
+    stride_b_t,
+    stride_b_h,
+    stride_state_p,
+    stride_state_d,
+    stride_state_l,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_v_b,
+    stride_v_t,
+    stride_v_h,
+    stride_g_b,
+    stride_g_t,
+    stride_g_h,
+    stride_beta_b,
+    stride_beta_t,
+    stride_beta_h,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    NORMALIZE_QK: tl.constexpr,
+    SILU: tl.constexpr,
+    WRITE_STATE: tl.constexpr,
+):
+    GATES: tl.constexpr = 0 if g_ptr is None and beta_ptr is None else 1
+    PARTS: tl.constexpr = 2 * HK + HV + GATES
+    begin()
+    pid = tl.program_id(0)
+    part = (pid % PARTS).to(tl.int64)
+    seq, block, batch, start, length, live, slot, known, write_slot, kept = locate(
+        pid // PARTS, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
+        CHUNK,
+    )  # fmt: skip
+    first = block * CHUNK
+    last = tl.minimum(first + CHUNK, length)
+
+    if part == 2 * HK + HV:
+        if g_ptr is not None:
+            a_ptr += batch * stride_a_b + start * stride_a_t
+            g_ptr += batch * stride_g_b + start * stride_g_t
+        if beta_ptr is not None:
+            b_ptr += batch * stride_b_b + start * stride_b_t
+            beta_ptr += batch * stride_beta_b + start * stride_beta_t
+        for begins in range(first, last, BLOCK_T):
+            make_gates(
+                a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, beta_scale,
+                (begins + tl.arange(0, BLOCK_T)).to(tl.int64), length, live, stride_a_t, stride_a_h,
+                stride_b_t, stride_b_h, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h,
+                HV, BLOCK_H,
+            )  # fmt: skip
+    else:
+        # where this head's channels begin, and where its output goes
+        if part < HK:
+            channel = part * K
+            out_ptr = q_ptr + batch * stride_q_b + start * stride_q_t + part * stride_q_h
+            stride_out_t = stride_q_t + start * 0
+        elif part < 2 * HK:
+            channel = part * K
+            out_ptr = k_ptr + batch * stride_k_b + start * stride_k_t + (part - HK) * stride_k_h
+            stride_out_t = stride_k_t + start * 0
+        else:
+            head = part - 2 * HK
+            channel = 2 * HK * K + head * V
+            out_ptr = v_ptr + batch * stride_v_b + start * stride_v_t + head * stride_v_h
+            stride_out_t = stride_v_t + start * 0
+        is_key = part < 2 * HK
+        offs = tl.arange(0, BLOCK_D)
+        if K == V and K == BLOCK_D:
+            mask_d = tl.full((BLOCK_D,), True, tl.int1)
+        else:
+            mask_d = offs < tl.where(is_key, K, V)
+        offs_d = (channel + offs).to(tl.int64)
+        x_ptr += batch * stride_x_b + start * stride_x_t
+        window_ptr = state_ptr
+        if state_ptr is not None:
+            window_ptr = state_ptr + slot * stride_state_p
+        # int64: T·D passes 2**31 in long inputs
+        place = x_ptr + first.to(tl.int64) * stride_x_t + offs_d * stride_x_d
+        out = out_ptr + first.to(tl.int64) * stride_out_t + offs
+        tokens = last - first
+        if not live:
+            zeros = tl.zeros([BLOCK_D], q_ptr.dtype.element_ty)
+            for t in range(tokens):
+                tl.store(out + t * stride_out_t, zeros, mask=mask_d)
+            tokens = 0
+        weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W)
+        bias = tl.zeros([BLOCK_D], tl.float32)
+        if bias_ptr is not None:
+            bias += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        taps = load_history(
+            place, window_ptr, known, first, length, offs_d, mask_d, stride_x_t, stride_state_d,
+            stride_state_l, L, W,
+        )  # fmt: skip
+        if is_key:
+            convolve_rows(
+                place, out, taps, weights, bias, tokens, mask_d, stride_x_t, stride_out_t,
+                W, BLOCK_T, SILU, NORMALIZE_QK,
+            )  # fmt: skip
+        else:
+            convolve_rows(
+                place, out, taps, weights, bias, tokens, mask_d, stride_x_t, stride_out_t,
+                W, BLOCK_T, SILU, False,
+            )  # fmt: skip
+        if WRITE_STATE:
+            if live:
+                save_windows(
+                    x_ptr, state_ptr, window_ptr, known, kept, length, seq, block,
+                    checkpoint_slots_ptr, checkpoint_positions_ptr, write_slot, every, M, pad_slot,
+                    offs_d, mask_d, stride_x_t, stride_x_d, stride_state_p, stride_state_d,
+                    stride_state_l, L, CHUNK, BLOCK_L,
+                )  # fmt: skip
+
+
+def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
+    """Serve ``conv_qkv``."""
+    config = configs.conv_qkv(p.K, p.V, p.N, p.T if p.varlen else p.N * p.T)
+    gates = t.g is not None or t.beta is not None
+    launch(
+        conv_qkv_kernel,
+        blocks(p, config.CHUNK) * (2 * p.HK + p.HV + gates),
+        config,
+        p.device,
+        **shared(p, t),
+        a_ptr=t.a,
+        b_ptr=t.b,
+        A_log_ptr=dense(t.A_log),
+        dt_bias_ptr=dense(t.dt_bias),
+        q_ptr=t.q,
+        k_ptr=t.k,
+        v_ptr=t.v,
+        g_ptr=t.g,
+        beta_ptr=t.beta,
+        beta_scale=2.0 if p.neg_eigval else 1.0,
+        **strides(t.a, "a", "bth"),
+        **strides(t.b, "b", "bth"),
+        **strides(t.q, "q", "bth"),
+        **strides(t.k, "k", "bth"),
+        **strides(t.v, "v", "bth"),
+        **strides(t.g, "g", "bth"),
+        **strides(t.beta, "beta", "bth"),
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        CHUNK=config.CHUNK,
+        BLOCK_T=config.BLOCK_T,
+        BLOCK_D=config.BLOCK_D,
+        BLOCK_H=triton.next_power_of_2(p.HV),
+        NORMALIZE_QK=p.normalize_qk,
+    )

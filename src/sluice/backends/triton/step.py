@@ -1,0 +1,408 @@
+"""A whole layer's decode after its input projections, in one launch, docs/kernels/step.md.
+
+    q, k, v = act(conv(x)) split into heads, q and k over their l2 norms      (S1)
+    S <- exp(g) S,   d = beta (v - S k),   S <- S + d kᵀ,   o = scale S q     (S2)
+    y = weight · o / sqrt(mean o² + eps) · act(z)                            (S3)
+
+One program owns ``group`` value heads that share a key head. It has a head's whole state [V, K] in
+its registers, so the norm over V is its own. Nothing is rounded between the parts.
+
+The conv windows of q and k belong to a key head, and r = HV / HK value heads read them. With
+group = r one program reads and writes them. With group = 1 (few rows: more programs, less latency)
+the r programs count themselves in ``arrivals`` once they have read, and the last one writes.
+"""
+# ruff: noqa: SIM108 (what a kernel may not say, and constants decide)
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from sluice.backends.triton import configs
+from sluice.backends.triton.arrivals import arrivals_of
+from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.step_parts import (
+    conv_taps,
+    half_of,
+    load_gates,
+    load_taps,
+    load_weights,
+    make_keys,
+    store_window,
+    tile_dot3,
+    where_all,
+)
+from sluice.backends.triton.tiles import begin, exp, sigmoid, silu, softplus
+from sluice.backends.triton.window import roll_window
+from sluice.contract.problem import StepProblem
+from sluice.contract.tensors import StepTensors
+
+_FREE = ["pad_slot", "group", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
+_FREE += [f"stride_{name}_{dim}" for name in "xzbay" for dim in "nt"]
+_FREE += [f"stride_{name}_{dim}" for name in "zba" for dim in "gh" if name + dim != "zh"]
+_UNALIGNED = ["b_ptr", "a_ptr", "A_log_ptr", "dt_bias_ptr", "norm_weight_ptr", "conv_bias_ptr"]
+_UNALIGNED += ["x_ptr", "z_ptr", "y_ptr", "arrivals_ptr"]
+_UNALIGNED += ["slots_ptr", "write_slots_ptr", "has_state_ptr"]
+
+
+@triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
+def step_kernel(
+    x_ptr,  # [N, T, ..] q, k and v: key head h has them at h stride_q_g, k_offset further, and
+    # at v_offset + h stride_v_g (r heads of v)
+    z_ptr,  # [N, T, HK, r V], groups stride_z_g apart
+    b_ptr,  # [N, T, HK, r], groups stride_b_g, heads stride_b_h apart
+    a_ptr,  # [N, T, HK, r], likewise
+    conv_weight_ptr,  # [D, W]
+    conv_bias_ptr,  # [D] or None
+    A_log_ptr,  # [HV]
+    dt_bias_ptr,  # [HV]
+    norm_weight_ptr,  # [V]
+    conv_state_ptr,  # [P, D, L], read and written
+    state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
+    y_ptr,  # [N, T, HV V]
+    arrivals_ptr,  # [P, HK] int32 zeros, left as zeros; None where group = r
+    slots_ptr,  # [N]; None: row i is sequence i
+    write_slots_ptr,  # [N]; None: slots
+    has_state_ptr,  # [N]; None: all have
+    scale,
+    beta_scale,
+    eps,
+    pad_slot,
+    group,  # value heads of a program, r or 1
+    k_offset,
+    v_offset,
+    stride_x_n,
+    stride_x_t,
+    stride_q_g,
+    stride_v_g,
+    stride_z_n,
+    stride_z_t,
+    stride_z_g,
+    stride_b_n,
+    stride_b_t,
+    stride_b_g,
+    stride_b_h,
+    stride_a_n,
+    stride_a_t,
+    stride_a_g,
+    stride_a_h,
+    stride_w_d,
+    stride_w_w,
+    stride_conv_p,
+    stride_conv_d,
+    stride_conv_l,
+    stride_state_p,
+    stride_y_n,
+    stride_y_t,
+    T: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    PIECES: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    NORMALIZE_QK: tl.constexpr,
+    CONV_SILU: tl.constexpr,
+    GATE_SIGMOID: tl.constexpr,
+    STATE_KV: tl.constexpr,
+):
+    R: tl.constexpr = HV // HK
+    PROGRAMS: tl.constexpr = HK if arrivals_ptr is None else HV
+    begin()
+    pid = tl.program_id(0)
+    seq = (pid // PROGRAMS).to(tl.int64)
+    first_head = (pid % PROGRAMS) * (HV // PROGRAMS)
+    head_k = first_head // R
+
+    slot = seq
+    live = seq >= 0
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + seq).to(tl.int64)
+        live = slot > pad_slot
+    known = live
+    if has_state_ptr is not None:
+        known = live & (tl.load(has_state_ptr + seq) != 0)
+    write_slot = slot
+    kept = live
+    if write_slots_ptr is not None:
+        write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)
+        kept = live & (write_slot > pad_slot)
+
+    offs_k = tl.arange(0, C)[:, None] + tl.arange(0, PIECES)[None, :] * C  # [C, PIECES]
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V
+    # The tile [C, PIECES, BLOCK_V] is loaded as [C, PIECES · BLOCK_V]: with two dimensions every
+    # version of the compiler lays it out alike, the pieces of a row in one thread.
+    offs_n = tl.arange(0, PIECES * BLOCK_V)[None, :]
+    tile_k = tl.arange(0, C)[:, None] + offs_n // BLOCK_V * C
+    tile_v = offs_n % BLOCK_V
+    if STATE_KV:
+        offs_tile = tile_v + tile_k * V
+    else:
+        offs_tile = tile_v * K + tile_k
+    if PIECES * C == K and BLOCK_V == V:
+        mask_tile = tl.full((1, 1), True, tl.int1)
+    else:
+        mask_tile = (tile_v < V) & (tile_k < K)
+    # int64: P·HV·V·K passes 2**31 at 4,096 slots
+    read_ptr = state_ptr + slot * stride_state_p + first_head * (V * K)
+    write_ptr = state_ptr + write_slot * stride_state_p + first_head * (V * K)
+
+    window_ptr = conv_state_ptr + slot * stride_conv_p
+    rolled_ptr = conv_state_ptr + write_slot * stride_conv_p
+    x_ptr += seq * stride_x_n
+    z_ptr += seq * stride_z_n + head_k * stride_z_g
+    b_ptr += seq * stride_b_n + head_k * stride_b_g
+    a_ptr += seq * stride_a_n + head_k * stride_a_g
+    y_ptr += seq * stride_y_n
+    # q and k are halves of one tensor, and v the first of two: with no fewer elements than threads
+    # the compiler makes each once, not once for every layout it is used in
+    pair = tl.arange(0, 2)
+    keys = pair[None, None, :]  # [C, PIECES, 2]
+    keys_channel = head_k * K + keys * (HK * K) + offs_k[:, :, None]
+    keys_x = head_k * stride_q_g + keys * k_offset + offs_k[:, :, None]
+    keys_mask = (offs_k < K)[:, :, None] & (keys < 2)
+    values = pair[None, :]  # [BLOCK_V, 2]
+    values_channel = 2 * HK * K + offs_v[:, None] + values
+    values_x = v_offset + head_k * stride_v_g + offs_v[:, None] + values
+    values_mask = mask_v[:, None] & (values < 1)
+    norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+
+    keys_weights = load_weights(conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W)
+    if T == 1:  # a few loads before the many of the state, which would hold them up
+        keys_taps = load_taps(
+            x_ptr, window_ptr, known, 0, keys_x, keys_channel, keys_mask, stride_x_t,
+            stride_conv_d, stride_conv_l, T, L, W,
+        )  # fmt: skip
+        values_taps = load_taps(
+            x_ptr, window_ptr, known, 0, values_x + first_head % R * V,
+            values_channel + first_head * V, values_mask, stride_x_t, stride_conv_d, stride_conv_l,
+            T, L, W,
+        )  # fmt: skip
+    values_weights = load_weights(
+        conv_weight_ptr, values_channel + first_head * V, values_mask, stride_w_d, stride_w_w, W
+    )
+    if T == 1:
+        z, a, b, A_log, dt_bias = load_gates(
+            z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, first_head, first_head % R, group > 0,
+            offs_v, mask_v, stride_a_h, stride_b_h, V,
+        )  # fmt: skip
+        tl.debug_barrier()
+    S = tl.load(read_ptr + offs_tile, mask=mask_tile & known, other=0.0).to(tl.float32)
+    S = tl.reshape(S, (C, PIECES, BLOCK_V))
+    if T == 1:
+        if slots_ptr is not None:
+            # The compiler would put the arithmetic on the taps, and so the wait for them, before
+            # the state's loads. So the taps hang on a load behind a barrier (of the slot, which the
+            # nearest cache has by now).
+            tl.debug_barrier()
+            same = tl.load(slots_ptr + seq).to(tl.int64) == slot
+            keys_taps = where_all(same, keys_taps)
+        q, k, norms = make_keys(
+            keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys, CONV_SILU,
+            NORMALIZE_QK,
+        )  # fmt: skip
+
+    for i in range(group):
+        head_v = first_head + i
+        member = head_v % R
+        for t in range(T):
+            if T != 1:
+                keys_taps = load_taps(
+                    x_ptr, window_ptr, known, t, keys_x, keys_channel, keys_mask, stride_x_t,
+                    stride_conv_d, stride_conv_l, T, L, W,
+                )  # fmt: skip
+                q, k, norms = make_keys(
+                    keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys,
+                    CONV_SILU, NORMALIZE_QK,
+                )  # fmt: skip
+                values_taps = load_taps(
+                    x_ptr, window_ptr, known, t, values_x + member * V,
+                    values_channel + head_v * V, values_mask, stride_x_t, stride_conv_d,
+                    stride_conv_l, T, L, W,
+                )  # fmt: skip
+                z, a, b, A_log, dt_bias = load_gates(
+                    z_ptr + t * stride_z_t, a_ptr + t * stride_a_t, b_ptr + t * stride_b_t,
+                    A_log_ptr, dt_bias_ptr, head_v, member, group > 0, offs_v, mask_v,
+                    stride_a_h, stride_b_h, V,
+                )  # fmt: skip
+            v = conv_taps(
+                values_taps, values_weights, conv_bias_ptr, values_channel + head_v * V,
+                values_mask, CONV_SILU,
+            )  # fmt: skip
+            v = half_of(v, 0, values)
+            if T == 1:
+                tl.debug_barrier()  # what is overwritten has been read
+                store_window(
+                    rolled_ptr, values_taps, values_channel + head_v * V, values_mask & kept,
+                    stride_conv_d, stride_conv_l,
+                )  # fmt: skip
+            raw = a.to(tl.float32) + dt_bias.to(tl.float32)
+            decay = exp(-exp(A_log.to(tl.float32)) * softplus(raw))
+            beta = sigmoid(b.to(tl.float32)) * beta_scale
+
+            S = S * decay
+            d = beta * (v - tile_dot3(S, k))
+            d_tile = tl.broadcast_to(d[None, None, :], (C, PIECES, BLOCK_V))
+            S = tl.fma(d_tile, tl.broadcast_to(k[:, :, None], (C, PIECES, BLOCK_V)), S)
+            o = tile_dot3(S, q) * scale
+
+            y = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * norm_weight
+            if GATE_SIGMOID:
+                y = y * sigmoid(z.to(tl.float32))
+            else:
+                y = y * silu(z.to(tl.float32))
+            y = tl.where(live, y, 0.0).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + t * stride_y_t + head_v * V + offs_v, y, mask=mask_v)
+        tl.store(
+            write_ptr + i * (V * K) + offs_tile,
+            tl.reshape(S, (C, PIECES * BLOCK_V)).to(state_ptr.dtype.element_ty),
+            mask=mask_tile & kept,
+        )
+        if T != 1:
+            roll_window(
+                x_ptr + v_offset + head_k * stride_v_g + member * V,
+                window_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
+                rolled_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
+                known, kept, T, offs_v, mask_v, stride_x_t, 1, stride_conv_d, stride_conv_l,
+                L, BLOCK_L,
+            )  # fmt: skip
+        more = known & (i + 1 < group)
+        if T == 1:
+            values_taps = load_taps(
+                x_ptr, window_ptr, more, 0, values_x + (member + 1) * V,
+                values_channel + (head_v + 1) * V, values_mask & (i + 1 < group), stride_x_t,
+                stride_conv_d, stride_conv_l, T, L, W,
+            )  # fmt: skip
+            z, a, b, A_log, dt_bias = load_gates(
+                z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, head_v + 1, member + 1, i + 1 < group,
+                offs_v, mask_v, stride_a_h, stride_b_h, V,
+            )  # fmt: skip
+        values_weights = load_weights(
+            conv_weight_ptr, values_channel + (head_v + 1) * V, values_mask & (i + 1 < group),
+            stride_w_d, stride_w_w, W,
+        )  # fmt: skip
+        next_ptr = read_ptr + (i + 1) * (V * K) + offs_tile
+        S = tl.load(next_ptr, mask=mask_tile & more, other=0.0).to(tl.float32)
+        S = tl.reshape(S, (C, PIECES, BLOCK_V))
+
+    # the windows of q and k, once every program that reads them has
+    mine = kept
+    if arrivals_ptr is not None:
+        counter = arrivals_ptr + write_slot * HK + head_k
+        if T == 1:
+            # adds 1, but cannot know it before every tap of every thread has come: who has counted
+            # itself has read. A fence would have the program wait until its state is written.
+            one = 1 + (norms < 0.0).to(tl.int32)
+            arrived = tl.atomic_add(counter, one, mask=kept, sem="relaxed")
+        else:
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counter, 1, mask=kept, sem="acq_rel")
+        mine = kept & (arrived == R - 1)
+        tl.store(counter, 0, mask=mine)
+    if T == 1:
+        tl.debug_barrier()
+        store_window(
+            rolled_ptr, keys_taps, keys_channel, keys_mask & mine, stride_conv_d, stride_conv_l
+        )
+    else:
+        offs = tl.arange(0, PIECES * C)
+        for i in range(2):
+            channel = head_k * K + i * (HK * K)
+            roll_window(
+                x_ptr + head_k * stride_q_g + i * k_offset,
+                window_ptr + channel * stride_conv_d,
+                rolled_ptr + channel * stride_conv_d,
+                known & mine, mine, T, offs, offs < K, stride_x_t, 1, stride_conv_d, stride_conv_l,
+                L, BLOCK_L,
+            )  # fmt: skip
+
+
+def parts(p: StepProblem, t: StepTensors) -> dict[str, Any]:
+    """Where q, k, v, z, b and a lie in either order.
+
+    Split: [Q | K | V], z, b and a. Interleaved (Qwen3-Next): per key head [q | k | r v | r z] and
+    [r b | r a].
+    """
+    r, x, b = p.HV // p.HK, t.qkv, t.b
+    if p.order == "split":
+        z, a = t.z, t.a
+        assert z is not None
+        assert a is not None
+        offsets = {"k_offset": p.HK * p.K, "v_offset": 2 * p.HK * p.K}
+        steps = {"q": p.K, "v": r * p.V, "z": r * p.V, "b": r * b.stride(2), "a": r * a.stride(2)}
+    else:
+        z, a = x[..., 2 * p.K + r * p.V :], b[..., r:]
+        offsets = {"k_offset": p.K, "v_offset": 2 * p.K}
+        whole = 2 * p.K + 2 * r * p.V
+        steps = {"q": whole, "v": whole, "z": whole}
+        steps |= {"b": 2 * r * b.stride(2), "a": 2 * r * b.stride(2)}
+    found: dict[str, Any] = {"x_ptr": x, "z_ptr": z, "b_ptr": b, "a_ptr": a, **offsets}
+    for tensor, name in ((x, "x"), (z, "z"), (b, "b"), (a, "a")):
+        found |= strides(tensor, name, "nt")
+    found |= {f"stride_{name}_g": step for name, step in steps.items()}
+    return {**found, "stride_b_h": b.stride(2), "stride_a_h": a.stride(2)}
+
+
+def step(p: StepProblem, t: StepTensors) -> None:
+    """Serve ``step``."""
+    r, rows = p.HV // p.HK, t.rows
+    config = configs.step(p.state_dtype, p.K, p.V)
+    group = configs.step_group(p.N * p.HV, r)
+    arrivals = None
+    if group < r:
+        arrivals = arrivals_of(t.conv_state, p.HK)
+        group = r if arrivals is None else group
+    launch(
+        step_kernel,
+        p.N * (p.HV // group),
+        config,
+        p.device,
+        **parts(p, t),
+        conv_weight_ptr=t.conv_weight,
+        conv_bias_ptr=dense(t.conv_bias),
+        A_log_ptr=dense(t.A_log),
+        dt_bias_ptr=dense(t.dt_bias),
+        norm_weight_ptr=dense(t.norm_weight),
+        conv_state_ptr=t.conv_state,
+        state_ptr=t.state,
+        y_ptr=t.out,
+        arrivals_ptr=arrivals,
+        slots_ptr=dense(rows.slots),
+        write_slots_ptr=dense(rows.write_slots),
+        has_state_ptr=dense(rows.has_state),
+        scale=p.scale,
+        beta_scale=2.0 if p.neg_eigval else 1.0,
+        eps=p.eps,
+        pad_slot=p.rows.pad_slot,
+        group=group,
+        stride_w_d=t.conv_weight.stride(0),
+        stride_w_w=t.conv_weight.stride(1),
+        stride_conv_p=t.conv_state.stride(0),
+        stride_conv_d=t.conv_state.stride(1),
+        stride_conv_l=t.conv_state.stride(2),
+        stride_state_p=t.state.stride(0),
+        stride_y_n=t.out.stride(0),
+        stride_y_t=t.out.stride(1),
+        T=p.T,
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        L=p.L,
+        W=p.W,
+        PIECES=triton.next_power_of_2(triton.cdiv(p.K, config.C)),
+        C=config.C,
+        BLOCK_V=triton.next_power_of_2(p.V),
+        BLOCK_L=triton.next_power_of_2(p.L),
+        NORMALIZE_QK=p.normalize_qk,
+        CONV_SILU=p.conv_activation == "silu",
+        GATE_SIGMOID=p.gate_activation == "sigmoid",
+        STATE_KV=p.state_layout == "kv",
+    )

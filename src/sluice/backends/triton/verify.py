@@ -1,0 +1,233 @@
+"""Speculative decoding: verify leaves the state alone, commit folds in what was accepted.
+
+``verify`` is decode's kernel with the state frozen: for each draft token it keeps k, d and g, with
+d kᵀ the whole update of (D3), so k stands as it came and d carries 1 / |k|. ``commit`` repeats
+
+    S <- exp(g) S,   S <- S + d kᵀ
+
+for the accepted tokens with decode's own device functions: the bits are those of ``decode`` of
+these tokens in one call. One program owns BLOCK_V rows of a state, or, in the same launch, BLOCK_D
+channels of a conv window, which moves on by the accepted inputs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sluice.backends.triton import configs
+from sluice.backends.triton.decode import decode
+from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.tiles import (
+    begin,
+    decayed,
+    load_block,
+    load_tile,
+    load_vector,
+    rank_one,
+    store_tile,
+    widen,
+)
+from sluice.backends.triton.window import roll_window
+from sluice.contract.problem import CommitProblem, DeltaProblem
+from sluice.contract.tensors import CommitTensors, DeltaTensors
+
+
+def verify(p: DeltaProblem, t: DeltaTensors) -> None:
+    """Serve ``verify``: outputs and the draft; nothing of the state is written."""
+    decode(p, t)
+
+
+@triton.jit
+def load_draft(
+    draft_k_ptr,
+    draft_d_ptr,
+    draft_g_ptr,
+    token,
+    on,
+    head_v,
+    offs_v,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    DECAY_PER_KEY: tl.constexpr,
+):
+    """k, d and g of a draft token."""
+    k = load_vector(draft_k_ptr + (token * HK + head_v // (HV // HK)) * K, on, K, C)
+    state = token * HV + head_v
+    d = load_block(draft_d_ptr + state * V, offs_v, on, V, V % BLOCK_V == 0)
+    g = tl.full((), 0.0, tl.float32)
+    if draft_g_ptr is not None:
+        if DECAY_PER_KEY:
+            g = load_vector(draft_g_ptr + state * K, on, K, C)
+        else:
+            g = tl.load(draft_g_ptr + state, mask=on)
+    return k, d, g
+
+
+_UNALIGNED = ["num_accepted_ptr", "slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
+
+
+@triton.jit(do_not_specialize=["N", "T", "pad_slot"], do_not_specialize_on_alignment=_UNALIGNED)
+def commit_kernel(
+    draft_k_ptr,  # [B, T, HK, K] float32
+    draft_d_ptr,  # [B, T, HV, V] float32
+    draft_g_ptr,  # [B, T, HV] or [B, T, HV, K] float32; None: no decay
+    x_ptr,  # [B, T, D] raw inputs of the convolution; None: no conv window
+    state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
+    conv_state_ptr,  # [P, D, L], read and written
+    num_accepted_ptr,  # [N]
+    slots_ptr,  # [N]; None: row i is sequence i
+    write_slots_ptr,  # [N]; None: slots
+    has_state_ptr,  # [N]; None: all have
+    cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    N,
+    T,
+    pad_slot,
+    stride_x_b,
+    stride_x_t,
+    stride_x_d,
+    stride_state_p,
+    stride_conv_p,
+    stride_conv_d,
+    stride_conv_l,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    EVICT: tl.constexpr,
+    DECAY_PER_KEY: tl.constexpr,
+    STATE_KV: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    STATE_PROGRAMS: tl.constexpr = HV * BLOCKS
+    PROGRAMS: tl.constexpr = STATE_PROGRAMS + (D + BLOCK_D - 1) // BLOCK_D
+    begin()
+    pid = tl.program_id(0) % PROGRAMS
+    seq = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+
+    slot = seq
+    live = seq >= 0
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + seq).to(tl.int64)
+        live = slot > pad_slot
+    known = live
+    if has_state_ptr is not None:
+        known = live & (tl.load(has_state_ptr + seq) != 0)
+    write_slot = slot
+    kept = live
+    if write_slots_ptr is not None:
+        write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)
+        kept = live & (write_slot > pad_slot)
+    batch = seq
+    start = seq * 0
+    length = start + T
+    if cu_seqlens_ptr is not None:
+        batch = start
+        start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
+        length = tl.load(cu_seqlens_ptr + seq + 1).to(tl.int64) - start
+    accepted = tl.load(num_accepted_ptr + seq).to(tl.int64)
+    accepted = tl.where(kept, tl.minimum(tl.maximum(accepted, 0), length), 0)
+
+    if pid >= STATE_PROGRAMS:
+        if x_ptr is not None:
+            offs_d = (pid - STATE_PROGRAMS) * BLOCK_D + tl.arange(0, BLOCK_D)
+            roll_window(
+                x_ptr + batch * stride_x_b + start * stride_x_t,
+                conv_state_ptr + slot * stride_conv_p, conv_state_ptr + write_slot * stride_conv_p,
+                known, kept, accepted, offs_d, offs_d < D,
+                stride_x_t, stride_x_d, stride_conv_d, stride_conv_l, L, BLOCK_L,
+            )  # fmt: skip
+    else:
+        head_v = pid // BLOCKS
+        offs_v = (pid % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+        token = batch * T + start
+        k, d, g = load_draft(
+            draft_k_ptr, draft_d_ptr, draft_g_ptr, token, accepted > 0, head_v, offs_v,
+            HK, HV, K, V, BLOCK_V, C, DECAY_PER_KEY,
+        )  # fmt: skip
+        state_ptr += head_v * (V * K)
+        S = load_tile(
+            state_ptr + slot * stride_state_p,
+            offs_v,
+            known & kept,
+            K,
+            V,
+            BLOCK_V,
+            C,
+            EVICT,
+            STATE_KV,
+        )
+        for t in range(accepted):
+            k_next, d_next, g_next = load_draft(
+                draft_k_ptr, draft_d_ptr, draft_g_ptr, token + t + 1, t + 1 < accepted, head_v,
+                offs_v, HK, HV, K, V, BLOCK_V, C, DECAY_PER_KEY,
+            )  # fmt: skip
+            if draft_g_ptr is not None:
+                S = decayed(S, g, DECAY_PER_KEY)
+            S = rank_one(S, widen(k), d)
+            k, d, g = k_next, d_next, g_next
+        store_tile(
+            state_ptr + write_slot * stride_state_p,
+            S,
+            offs_v,
+            kept,
+            K,
+            V,
+            BLOCK_V,
+            C,
+            EVICT,
+            STATE_KV,
+        )
+
+
+def commit(p: CommitProblem, t: CommitTensors) -> None:
+    """Serve ``commit``."""
+    config = configs.decode(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV)
+    windows = triton.cdiv(p.D, configs.WINDOW_CHANNELS)
+    x, window, r = t.conv_inputs, t.conv_state, t.rows
+    launch(
+        commit_kernel,
+        p.N * (p.HV * triton.cdiv(p.V, config.BLOCK_V) + windows),
+        config,
+        p.device,
+        draft_k_ptr=t.draft_k,
+        draft_d_ptr=t.draft_d,
+        draft_g_ptr=t.draft_g,
+        x_ptr=x,
+        state_ptr=t.state,
+        conv_state_ptr=window,
+        num_accepted_ptr=dense(t.num_accepted),
+        slots_ptr=dense(r.slots),
+        write_slots_ptr=dense(r.write_slots),
+        has_state_ptr=dense(r.has_state),
+        cu_seqlens_ptr=dense(r.cu_seqlens),
+        N=p.N,
+        T=p.T,
+        pad_slot=p.rows.pad_slot,
+        **strides(x, "x", "btd"),
+        stride_state_p=t.state.stride(0),
+        **strides(window, "conv", "pdl"),
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        D=p.D,
+        L=p.L,
+        BLOCK_V=config.BLOCK_V,
+        C=config.C,
+        BLOCK_D=configs.WINDOW_CHANNELS,
+        BLOCK_L=max(1, triton.next_power_of_2(p.L)),
+        EVICT=config.EVICT,
+        DECAY_PER_KEY=p.decay == "key",
+        STATE_KV=p.state_layout == "kv",
+    )

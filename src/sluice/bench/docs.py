@@ -1,0 +1,156 @@
+"""Tables in documents, made from committed results: nobody types a number.
+
+A document has a pair of comments; what stands between them is replaced:
+
+    <!-- bench: h200 decode peers=fla,flashinfer -->
+    <!-- /bench -->
+
+The first word is the name of a results file without ``.json``. Then operators (none: all of them),
+and, if wanted, ``peers=`` (which columns), ``models=`` (which models) and ``sizes=`` (which rows).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sluice.bench.results import Results, Row, microseconds, rate, write
+from sluice.bench.table import ratio
+from sluice.contract.errors import SluiceError
+
+BLOCK = re.compile(r"(<!-- bench: ([^\n]*?) -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
+OPTIONS = ("peers", "models", "sizes")
+
+
+@dataclass
+class Selection:
+    """What one pair of comments asks for."""
+
+    results: str
+    ops: list[str] = field(default_factory=list)
+    options: dict[str, list[str]] = field(default_factory=dict)
+
+    def takes(self, workload: dict[str, Any]) -> bool:
+        models, sizes = self.options.get("models"), self.options.get("sizes")
+        return (
+            (not self.ops or workload["op"] in self.ops)
+            and (not models or f"{workload['model']}/tp{workload['tp']}" in models
+                 or workload["model"] in models)
+            and (not sizes or workload["size"] in sizes)
+        )  # fmt: skip
+
+
+def parse(text: str) -> Selection:
+    """The words of an opening comment."""
+    words = text.split()
+    if not words:
+        raise SluiceError("bench comment: expected the name of a results file")
+    found = Selection(words[0])
+    for word in words[1:]:
+        name, sign, value = word.partition("=")
+        if not sign:
+            found.ops.append(word)
+        elif name in OPTIONS:
+            found.options[name] = value.split(",")
+        else:
+            expected = ", ".join(f"{x}=" for x in OPTIONS)
+            raise SluiceError(f"bench comment {text!r}: expected {expected}, got {name}=")
+    return found
+
+
+def table(results: Results, selection: Selection) -> str:
+    """A table in Markdown: a row for each workload, a column for each provider."""
+    chosen = [w for w in results.workloads if selection.takes(w)]
+    if not chosen:
+        raise SluiceError(f"bench comment: nothing in {selection.results} matches")
+    wanted = selection.options.get("peers")
+    rows = [row for w in chosen for row in results.of(w["name"])]
+    timed = {row.provider for row in rows if row.ok or row.status == "wrong"}
+    names = [p["name"] for p in results.providers if p["name"] in timed]
+    peers = [n for n in names if n != "sluice" and (wanted is None or n in wanted)]
+    titles = {p["name"]: p["title"] for p in results.providers}
+    head = ["", "heads", "sluice, µs", "rate, of floor", *(f"{titles[n]}, µs" for n in peers)]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for workload in chosen:
+        if all(row.status == "skipped" for row in results.of(workload["name"])):
+            continue
+        ours = results.row(workload["name"], "sluice")
+        cells = [_label(workload), "/".join(map(str, workload["heads"]))]
+        cells += _own(ours, workload)
+        cells += [_peer(results.row(workload["name"], name), ours) for name in peers]
+        lines.append(_line(cells))
+    m, run = results.machine, results.run
+    known = [p for p in results.providers if p["name"] in peers and p["version"]]
+    others = [f"{p['title']} {p['version']}" for p in known if p["name"] != "torch"]
+    where = ", ".join([m["name"], f"torch {m['versions'].get('torch')}", *others])
+    threads = f", {m['threads']} threads" if m["device"] == "cpu" else ""
+    commit = f", commit {run['commit']}" if run.get("commit") else ""
+    date = str(run.get("date", ""))[:10]
+    lines += ["", f"{where}{threads}; {date}{commit}. Medians; in brackets how sluice compares."]
+    return "\n".join(lines) + "\n"
+
+
+def _label(workload: dict[str, Any]) -> str:
+    rank = f", TP {workload['tp']}" if workload["tp"] > 1 else ""
+    state = "" if workload["state_dtype"] == "float32" else f", {workload['state_dtype']} state"
+    return f"`{workload['op']}` {workload['size']}, {workload['model']}{rank}{state}"
+
+
+def _own(row: Row | None, workload: dict[str, Any]) -> list[str]:
+    if row is None or not row.ok or not row.median_s:
+        return ["not served" if row is None or row.status == "refused" else row.status, ""]
+    share = "" if row.share is None else f", {row.share:.0%}"
+    return [microseconds(row.median_s), rate(workload, row.median_s) + share]
+
+
+def _peer(row: Row | None, ours: Row | None) -> str:
+    if row is None or row.status in ("refused", "skipped"):
+        return "-"
+    if not row.ok:
+        return row.status
+    compared = ratio(row, ours if ours is not None and ours.ok else None)
+    return microseconds(row.median_s) + (f" ({compared})" if compared else "")
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def rewrite(text: str, results: dict[str, Results]) -> tuple[str, list[str]]:
+    """A document with its tables made anew, and the names of results it asked for in vain."""
+    absent: list[str] = []
+
+    def fill(found: re.Match[str]) -> str:
+        selection = parse(found[2])
+        if selection.results not in results:
+            absent.append(selection.results)
+            return found[0]
+        return f"{found[1]}\n{table(results[selection.results], selection)}\n{found[4]}"
+
+    return BLOCK.sub(fill, text), absent
+
+
+def command(files: Sequence[Path], check: bool) -> int:
+    """Write (or, to ``check``, only compare) the tables of the documents among ``files``."""
+    results = {path.stem: Results.load(path) for path in files if path.suffix == ".json"}
+    documents = [path for path in files if path.suffix == ".md"]
+    if not results or not documents:
+        raise SluiceError("bench: expected results (.json) and documents (.md)")
+    stale = []
+    for path in documents:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise SluiceError(f"{path}: {error.strerror}") from None
+        new, absent = rewrite(text, results)
+        for name in dict.fromkeys(absent):
+            print(f"{path}: asks for {name}.json, which was not given: left as it is")
+        if new != text:
+            stale.append(path)
+            if not check:
+                write(path, new)
+        print(f"{path}: {'up to date' if new == text else 'out of date' if check else 'written'}")
+    return 1 if check and stale else 0

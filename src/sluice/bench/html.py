@@ -1,0 +1,134 @@
+"""The report as one page: it has its data, style and script inside, and asks for nothing else.
+
+Charts are drawn by ``page/charts.js``; the table and the conditions are there without a script.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from sluice.bench import table
+from sluice.bench.results import FEWEST, Results, Row, by_workload, microseconds, rate
+
+COLUMNS = (
+    "workload",
+    "provider",
+    "µs",
+    "p10 to p90",
+    "rate",
+    "of floor",
+    "sluice is",
+    "error",
+    "how",
+)
+NUMBERS = ("µs", "p10 to p90", "rate", "of floor", "error")
+
+
+def page(results: Results) -> str:
+    """The whole page."""
+    m = results.machine
+    return Template(_asset("page.html")).substitute(
+        title=escape(f"sluice bench, {m['name']}"),
+        heading=escape(f"sluice bench on {m['name']}"),
+        conditions=escape(_conditions(results)),
+        css=_asset("page.css"),
+        table=_table(results),
+        footer="\n".join(f"<p>{escape(line)}</p>" for line in table.footer(results)),
+        data=_embedded(results),
+        script=_asset("charts.js"),
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("sluice.bench") / "page" / name).read_text(encoding="utf-8")
+
+
+def _embedded(results: Results) -> str:
+    """JSON that can stand inside a script element: no "<" in it."""
+    text = json.dumps(results.to_json(), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _conditions(results: Results) -> str:
+    m, run = results.machine, results.run
+    timed = sum(row.ok for row in results.rows)
+    parts = [f"{timed} rows timed over {len(results.workloads)} workloads"]
+    if m["device"] == "cpu":
+        parts.append(f"{m['threads']} threads")
+    parts += [f"torch {m['versions'].get('torch')}", str(run.get("date", ""))[:10]]
+    if run.get("commit"):
+        parts.append(f"commit {run['commit']}")
+    if run.get("note"):
+        parts.append(run["note"])
+    if (m.get("others") or 0.0) > table.BUSY:
+        parts.append(f"a busy machine: others took {m['others']:.0%} of the cores")
+    return " · ".join(parts)
+
+
+def _table(results: Results) -> str:
+    head = "".join(f"<th{_class(name)}>{escape(name)}</th>" for name in COLUMNS)
+    body = []
+    for workload, rows in by_workload(results):
+        ours = next((r for r in rows if r.provider == "sluice" and r.ok), None)
+        if all(r.status == "skipped" for r in rows):
+            continue
+        served = [r for r in rows if r.status != "refused"]
+        refused = [r for r in rows if r.status == "refused"]
+        ordered = sorted(served, key=lambda r: (not r.ok, r.median_s or 0.0))
+        name = f"{workload['op']} {workload['size']}"
+        heads = "/".join(map(str, workload["heads"]))
+        rank = f", TP {workload['tp']}" if workload["tp"] > 1 else ""
+        state = "" if workload["state_dtype"] == "float32" else f", {workload['state_dtype']} state"
+        where = f"{workload['model']}{rank}, {heads}, {workload['dtype']}{state}"
+        label = f'{escape(name)}<br><span class="soft">{escape(where)}</span>'
+        for n, row in enumerate(ordered):
+            body.append(_row(row, workload, ours, label if n == 0 else ""))
+        if refused:
+            body.append(_refusals(refused, label if not ordered else ""))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _row(row: Row, workload: dict[str, Any], ours: Row | None, label: str) -> str:
+    kinds = ["first"] if label else []
+    kinds += ["own"] if row.provider == "sluice" else []
+    name = escape(f"{row.provider} ({row.detail})" if row.detail else row.provider)
+    if row.converted:
+        notes = escape("; ".join(row.converted))
+        name += f'<details><summary>converted</summary><span class="soft">{notes}</span></details>'
+    if not row.ok or row.median_s is None:
+        kinds.append("bad")
+        reason = escape(f"{row.status}: {row.reason}" if row.reason else row.status)
+        cells = f'<td>{label}</td><td>{name}</td><td colspan="7">{reason}</td>'
+        return f'<tr class="{" ".join(kinds)}">{cells}</tr>'
+    compared = table.ratio(row, ours)
+    kind = "faster" if "faster" in compared else "slower"
+    few = f", {row.samples} samples" if row.samples < FEWEST else ""
+    values = (
+        microseconds(row.median_s),
+        f"{microseconds(row.p10_s)} to {microseconds(row.p90_s)}",
+        rate(workload, row.median_s),
+        "" if row.share is None else f"{row.share:.0%}",
+    )
+    cells = "".join(f'<td class="n">{escape(x)}</td>' for x in values)
+    error = "" if row.error is None else f"{row.error:.0e}"
+    cells += f'<td><span class="{kind}">{escape(compared)}</span></td><td class="n">{error}</td>'
+    cells += f"<td>{escape(row.method + few)}</td>"
+    return f'<tr class="{" ".join(kinds)}"><td>{label}</td><td>{name}</td>{cells}</tr>'
+
+
+def _refusals(rows: list[Row], label: str) -> str:
+    """Those that have no way to do the work, in one line."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason, []).append(row.provider)
+    text = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
+    kind = ' class="first"' if label else ""
+    return f'<tr{kind}><td>{label}</td><td colspan="8" class="soft">{escape(text)}</td></tr>'
+
+
+def _class(name: str) -> str:
+    return ' class="n"' if name in NUMBERS else ""

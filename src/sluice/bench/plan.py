@@ -1,0 +1,198 @@
+"""Which workloads a run takes: the surfaces as data, narrowed by what was asked for.
+
+A surface is rows of (operator, models with their tensor-parallel size, sizes, dtype of the state).
+The order is that of the run, so that a run cut short has had what matters most.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sluice.contract.errors import SluiceError
+from sluice.layers.qwen import preset
+from sluice.testing.benchmarks import (
+    BATCH_OPS,
+    OPS,
+    PROMPT_OPS,
+    Size,
+    Workload,
+    describe,
+    parse_size,
+)
+
+OP_ALIASES = {
+    "conv": "causal_conv1d",
+    "conv1d": "causal_conv1d",
+    "qkv": "conv_qkv",
+    "norm": "rms_norm_gated",
+    "rms_norm": "rms_norm_gated",
+}
+FP32, BF16 = torch.float32, torch.bfloat16
+STATE_DTYPES = {"float32": FP32, "bfloat16": BF16, "float16": torch.float16}
+
+Model = tuple[str, int]
+
+
+class Entry(NamedTuple):
+    """One operator of some models, at some sizes."""
+
+    op: str
+    models: tuple[Model, ...]
+    sizes: tuple[str, ...]
+    state_dtype: torch.dtype = FP32
+
+
+A3B, BIG, BIG_TP8 = ("Qwen3.5-35B-A3B", 1), ("Qwen3.5-397B-A17B", 1), ("Qwen3.5-397B-A17B", 8)
+SMALL, MIDDLE, DENSE = ("Qwen3.5-0.8B", 1), ("Qwen3.5-4B", 1), ("Qwen3.5-27B", 1)
+
+SURFACES: dict[str, tuple[Entry, ...]] = {
+    "cpu-quick": (
+        Entry("decode", (MIDDLE,), ("N=1", "N=8")),
+        Entry("prefill", (MIDDLE,), ("512",)),
+        Entry("step", (MIDDLE,), ("N=1",)),
+        Entry("layer", (MIDDLE,), ("256",)),
+        Entry("conv_qkv", (MIDDLE,), ("512",)),
+        Entry("rms_norm_gated", (MIDDLE,), ("512",)),
+        Entry("verify", (MIDDLE,), ("N=4",)),
+        Entry("causal_conv1d", (MIDDLE,), ("512", "N=8")),
+        Entry("step", (MIDDLE,), ("N=8",)),
+        Entry("conv_qkv", (MIDDLE,), ("N=8",)),
+        Entry("prefill", (MIDDLE,), ("300+129+64+17+2x1",)),
+    ),
+    "cpu": (
+        Entry("decode", (MIDDLE,), ("N=1", "N=2", "N=4", "N=8", "N=16", "N=32")),
+        Entry("prefill", (MIDDLE,), ("128", "512", "2048", "8x256", "300+129+64+17+2x1")),
+        Entry("prefill", (MIDDLE,), ("512+2x128+8x1",)),
+        Entry("decode", (SMALL, DENSE), ("N=1", "N=8")),
+        Entry("prefill", (SMALL, DENSE, BIG_TP8), ("128", "512", "2048")),
+        Entry("verify", (MIDDLE,), ("N=1", "N=8")),
+        Entry("step", (MIDDLE,), ("N=1", "N=4", "N=16")),
+        Entry("layer", (MIDDLE,), ("512", "4x128")),
+        Entry("causal_conv1d", (MIDDLE,), ("512", "2048", "N=1", "N=16")),
+        Entry("conv_qkv", (MIDDLE,), ("512", "2048", "N=1", "N=16")),
+        Entry("rms_norm_gated", (MIDDLE,), ("16", "2048")),
+        Entry("decode", (MIDDLE,), ("N=1", "N=8"), BF16),
+    ),
+    "cuda-quick": (
+        Entry("decode", (A3B,), ("N=1", "N=64")),
+        Entry("prefill", (A3B,), ("2048", "8192", "8x1024")),
+        Entry("step", (A3B,), ("N=1", "N=64")),
+        Entry("conv_qkv", (A3B,), ("8192",)),
+        Entry("rms_norm_gated", (A3B,), ("8192",)),
+    ),
+    "cuda": (
+        Entry(
+            "prefill", (A3B,), ("8192", "2048", "32768", "8x1024", "8x4096", "ragged", "continue")
+        ),
+        Entry("decode", (A3B,), ("N=1", "N=8", "N=32", "N=64", "N=128", "N=256", "N=512")),
+        Entry("verify", (A3B,), ("N=1", "N=16", "N=128")),
+        Entry("step", (A3B,), ("N=1", "N=4", "N=16", "N=64", "N=256")),
+        Entry("conv_qkv", (A3B,), ("8192", "ragged", "N=64")),
+        Entry("causal_conv1d", (A3B,), ("8192", "8x1024", "N=64")),
+        Entry("rms_norm_gated", (A3B,), ("64", "8192")),
+        Entry("layer", (A3B,), ("2048", "8192")),
+        Entry("decode", (A3B,), ("N=1", "N=8", "N=64", "N=256"), BF16),
+        Entry("prefill", (BIG_TP8,), ("8192", "2048", "32768", "8x1024", "8x4096")),
+        Entry("decode", (BIG_TP8,), ("N=1", "N=64", "N=256")),
+        Entry("step", (BIG_TP8,), ("N=1", "N=64")),
+        Entry("prefill", (BIG,), ("8192", "2048", "32768", "8x1024", "8x4096")),
+        Entry("decode", (BIG,), ("N=1", "N=64")),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asked for; empty means what the surface has."""
+
+    ops: tuple[str, ...] = ()
+    presets: tuple[str, ...] = ()
+    tps: tuple[int, ...] = ()
+    lengths: tuple[Size, ...] = ()
+    batches: tuple[Size, ...] = ()
+    state_dtypes: tuple[torch.dtype, ...] = ()
+
+
+def workloads(surface: str, wanted: Wanted, dtype: torch.dtype) -> list[Workload]:
+    """The workloads of a run, each once, in order."""
+    ops = wanted.ops or OPS
+    for option, given, takers in (
+        ("--lengths", wanted.lengths, PROMPT_OPS),
+        ("--batch", wanted.batches, BATCH_OPS),
+    ):
+        if given and not set(ops) & set(takers):
+            taken = f"{option} is for {', '.join(takers)}"
+            raise SluiceError(f"bench: {taken}, and {', '.join(ops)} was asked for")
+    chosen: dict[str, Workload] = {}
+    for entry in SURFACES[surface]:
+        if wanted.ops and entry.op not in wanted.ops:
+            continue
+        for model, tp in _models(entry, wanted):
+            shape = preset(model, tp)
+            for size in _sizes(entry, wanted):
+                for state_dtype in _state_dtypes(entry, wanted):
+                    workload = describe(entry.op, shape, size, dtype, state_dtype)
+                    chosen.setdefault(workload.name, workload)
+    if not chosen:
+        raise SluiceError(f"bench: none of {', '.join(wanted.ops)} takes the sizes asked for")
+    return list(chosen.values())
+
+
+def _state_dtypes(entry: Entry, wanted: Wanted) -> tuple[torch.dtype, ...]:
+    """Those asked for; float32 for sizes or models asked for; else what the surface has."""
+    own = wanted.lengths or wanted.batches or wanted.presets or wanted.tps
+    return wanted.state_dtypes or ((FP32,) if own else (entry.state_dtype,))
+
+
+def _models(entry: Entry, wanted: Wanted) -> Iterable[Model]:
+    if not wanted.presets and not wanted.tps:
+        return entry.models
+    names = wanted.presets or tuple(dict.fromkeys(name for name, _ in entry.models))
+    return [(name, tp) for name in names for tp in wanted.tps or (1,)]
+
+
+def _sizes(entry: Entry, wanted: Wanted) -> list[Size]:
+    """The sizes asked for that this operator takes, or its own."""
+    asked = [size for size in wanted.lengths if entry.op in PROMPT_OPS]
+    asked += [size for size in wanted.batches if entry.op in BATCH_OPS]
+    if entry.op == "layer":
+        asked = [size for size in asked if len(set(size.lengths or ())) == 1]
+    if asked or ((wanted.lengths or wanted.batches) and not wanted.ops):
+        return asked
+    return [parse_size(text) for text in entry.sizes]
+
+
+def op_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Operators by name or short name; a wrong one is answered with the nearest."""
+    return tuple(nearest("operator", name, (*OPS, *OP_ALIASES), OP_ALIASES) for name in names)
+
+
+def sizes(text: str, option: str) -> tuple[Size, ...]:
+    """A list such as "8192,4x2048,ragged" or, for batches, "1,8,64"."""
+    found = []
+    for part in text.split(","):
+        written = f"N={part.strip()}" if option == "--batch" and part.strip().isdigit() else part
+        try:
+            found.append(parse_size(written))
+        except ValueError as error:
+            raise SluiceError(f"{option}: expected {error}") from None
+    return tuple(found)
+
+
+def nearest(
+    what: str, name: str, known: Sequence[str], aliases: dict[str, str] | None = None
+) -> str:
+    """``name`` as it is known, or an error that suggests the one that was probably meant."""
+    aliases = aliases or {}
+    key = name.strip().lower()
+    if key in known:
+        return aliases.get(key, key)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    listed = ", ".join(x for x in known if x not in aliases)
+    hint = f"did you mean {aliases.get(close[0], close[0])!r}?" if close else f"one of {listed}"
+    raise SluiceError(f"bench: {name!r} is no {what} ({hint})")

@@ -1,0 +1,45 @@
+"""How far a run is, on stderr: rich's bar where it is installed, a line for each step elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function that names the step that begins. ``total`` may be exceeded."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield _lines(total)
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(total)
+        return
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=console, transient=True
+    ) as bar:
+        task, count = bar.add_task("", total=total), 0
+
+        def advance(step: str) -> None:
+            nonlocal count
+            bar.update(task, description=step, completed=count, total=max(total, count + 1))
+            count += 1
+
+        yield advance
+
+
+def _lines(total: int) -> Callable[[str], None]:
+    count = 0
+
+    def line(step: str) -> None:
+        nonlocal count
+        count += 1
+        print(f"[{count}/{max(total, count)}] {step}", file=sys.stderr, flush=True)
+
+    return line

@@ -1,0 +1,29 @@
+"""Who is measured: one small file for each library, loaded by name when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from sluice.bench.providers.base import Provider
+
+MODULES = {
+    "sluice": "own",
+    "fla": "fla",
+    "flashqla": "flashqla",
+    "flashinfer": "flashinfer",
+    "causal-conv1d": "causal_conv1d",
+    "transformers": "transformers",
+    "onnxruntime": "onnxruntime",
+    "torch": "plain",
+}
+"""Every name ``--peers`` takes, and the module of each; ``sluice:<backend>`` is a backend alone."""
+
+PEERS = tuple(name for name in MODULES if name != "sluice")
+ALIASES = {"ort": "onnxruntime", "onnx": "onnxruntime", "hf": "transformers", "plain": "torch"}
+
+
+def provider(name: str) -> Provider:
+    """The provider of that name."""
+    base, _, backend = name.partition(":")
+    module = importlib.import_module(f"{__name__}.{MODULES[ALIASES.get(base, base)]}")
+    return module.provider(backend) if backend else module.provider()

@@ -1,0 +1,146 @@
+"""What every provider is: how it is found, and how one workload becomes something to call.
+
+A provider adapts the canonical inputs to the layout its library wants in ``prepare``, outside the
+timed region, and says what it converted. ``Call.run`` is what is timed, and nothing else is in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sluice.testing.benchmarks import Workload
+from sluice.testing.workload import Case
+
+
+class RefusalError(Exception):
+    """The library has no way to do this work; the reason is its text."""
+
+
+@dataclass
+class Job:
+    """One set of inputs of one workload, for one provider.
+
+    ``shared`` is one dictionary for all sets of a workload. Index tensors made once are kept there:
+    some peers look up what they computed from one by the identity of the tensor.
+    """
+
+    workload: Workload
+    dtype: torch.dtype
+    device: torch.device
+    inputs: dict[str, Any]
+    threads: int = 1
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def case(self) -> Case:
+        return self.workload.case
+
+    @property
+    def op(self) -> str:
+        return self.workload.op
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """A value made for the first set and shared by the others."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
+
+    def rows(self, name: str = "state") -> Tensor:
+        """The rows of a pool, in the order of the sequences: a copy [N, ..]."""
+        return self.inputs[name][self.inputs["slots"].long()].clone()
+
+
+@dataclass
+class Call:
+    """Something to time, and how to read its result.
+
+    ``outputs(result)`` gives the outputs by their canonical names and shapes, and the states as
+    rows in the order of the sequences. ``mutable`` are the tensors that ``run`` updates in place.
+    """
+
+    run: Callable[[], Any]
+    outputs: Callable[[Any], dict[str, Tensor]]
+    converted: tuple[str, ...] = ()
+    mutable: tuple[Tensor, ...] = ()
+    detail: str = ""
+
+
+class Provider:
+    """A library to measure. Importing this module imports none of them."""
+
+    name = ""
+    title = ""
+    package = ""  # what is imported to see whether it is there
+    distribution = ""  # what its version is looked up by
+    install = ""  # how to get it
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    is_peer = True
+    compiles_long = False  # over a minute for new heads: worth beginning before its turn
+
+    def missing(self) -> str | None:
+        """Why it cannot be used here; None if it can."""
+        try:
+            importlib.import_module(self.package)
+        except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
+            said = str(error).strip().splitlines()
+            return ": ".join([type(error).__name__, *said[:1]])[:200]
+        return None
+
+    def version(self) -> str:
+        """What the installed distribution calls itself, or the module where there is none."""
+        try:
+            return importlib.metadata.version(self.distribution or self.package)
+        except importlib.metadata.PackageNotFoundError:
+            module = importlib.import_module(self.package.split(".")[0])
+            return str(getattr(module, "__version__", "unknown"))
+
+    def prepare(self, job: Job) -> Call:
+        """The call for one set of inputs, or ``RefusalError``; ``_<op>`` serves an operator."""
+        method: Callable[[Job], Call] | None = getattr(self, f"_{job.op}", None)
+        if method is None:
+            raise RefusalError(f"has no {job.op}")
+        return method(job)
+
+
+def load(name: str) -> ModuleType:
+    """Import where it is used: a provider's library is looked at when it is its turn."""
+    return importlib.import_module(name)
+
+
+def heads_of(mixed: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [.., Hk, K] and v [.., Hv, V]: views of a convolution's channels [Q | K | V]."""
+    c = case
+    q, k, v = mixed.split([c.Hk * c.K, c.Hk * c.K, c.Hv * c.V], dim=-1)
+    return q.unflatten(-1, (c.Hk, c.K)), k.unflatten(-1, (c.Hk, c.K)), v.unflatten(-1, (c.Hv, c.V))
+
+
+def raw_gates(i: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """g and beta of conv_qkv in plain torch, in float32: for peers whose convolution has none."""
+    rate = -i["A_log"].float().exp()
+    g = rate * torch.nn.functional.softplus(i["a"].float() + i["dt_bias"])
+    return g, i["b"].float().sigmoid()
+
+
+def equal_lengths(job: Job) -> tuple[int, int] | None:
+    """(N, T) where all prompts have one length, so that packed tokens are a batch by a view."""
+    lengths = set(job.case.sequence_lengths)
+    return (job.case.N, lengths.pop()) if len(lengths) == 1 else None
+
+
+def as_batch(x: Tensor, N: int, T: int) -> Tensor:
+    """[1, N·T, ..] as [N, T, ..], without a copy."""
+    return x.reshape(N, T, *x.shape[2:])
+
+
+def spans(job: Job) -> list[slice]:
+    """Where each packed prompt lies."""
+    ends = torch.tensor(job.case.sequence_lengths).cumsum(0).tolist()
+    return [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]

@@ -1,0 +1,199 @@
+"""flash-linear-attention's Triton kernels, without their dispatch to other backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, load, raw_gates
+from sluice.testing.oracle import split_projections
+
+ROWS = "pool rows gathered"
+FRESH = "the state comes back in a fresh tensor"
+WIDE = "window of W columns"
+
+
+class Fla(Provider):
+    name = "fla"
+    title = "FLA"
+    package = "fla.ops.gated_delta_rule"
+    distribution = "fla-core"
+    install = "pip install fla-core triton"
+    devices = ("cuda",)
+
+    def missing(self) -> str | None:
+        if reason := super().missing():
+            return reason
+        backends = load("fla.backends")
+        if getattr(backends, "_DISPATCH_DISABLED", True):
+            return None
+        return "was imported with its dispatch on: set FLA_DISABLE_BACKEND_DISPATCH=1"
+
+    def _prefill(self, job: Job) -> Call:
+        chunk = load(self.package).chunk_gated_delta_rule
+        i, state = job.inputs, job.rows()
+        keywords = {"initial_state": state, "output_final_state": True, "state_v_first": True}
+        keywords |= _packed(job)
+
+        def run() -> tuple[Tensor, Tensor]:
+            return chunk(i["q"], i["k"], i["v"], i["g"], i["beta"], **keywords)
+
+        return Call(run, _state_and_output(job), (ROWS, FRESH))
+
+    def _decode(self, job: Job) -> Call:
+        recurrent = load(self.package).fused_recurrent_gated_delta_rule
+        i, state = job.inputs, job.rows()
+
+        def run() -> tuple[Tensor, Tensor]:
+            return recurrent(i["q"], i["k"], i["v"], initial_state=state, **_raw(i))
+
+        return Call(run, _state_and_output(job), (ROWS, FRESH))
+
+    def _verify(self, job: Job) -> Call:
+        raise RefusalError("keeps no state but the last: nothing to go back to")
+
+    def _causal_conv1d(self, job: Job) -> Call:
+        roll, notes, mutable = _rolls(job)
+        return Call(
+            roll,
+            lambda r: {"y": r[0], "state": r[1][..., 1:].clone()},
+            notes,
+            mutable=mutable,
+        )
+
+    def _conv_qkv(self, job: Job) -> Call:
+        """Convolution and two l2 norms by FLA; gates, which it makes elsewhere, in torch."""
+        roll, notes, mutable = _rolls(job)
+        unit = load("fla.modules.norm.l2norm").l2norm
+
+        def run() -> tuple[Tensor, ...]:
+            y, window = roll()
+            q, k, v = heads_of(y, job.case)
+            return unit(q), unit(k), v, *raw_gates(job.inputs), window
+
+        def outputs(result: tuple[Tensor, ...]) -> dict[str, Tensor]:
+            named = dict(zip(("q", "k", "v", "g", "beta"), result, strict=False))
+            return {**named, "state": result[-1][..., 1:].clone()}
+
+        return Call(run, outputs, notes, mutable=mutable)
+
+    def _rms_norm_gated(self, job: Job) -> Call:
+        norm = load("fla.modules.norm.fused_norm_gate").rms_norm_gated
+        i, activation = job.inputs, job.case.gate_activation
+
+        def run() -> Tensor:
+            return norm(i["x"], i["z"], i["weight"], None, activation=activation, eps=1e-6)
+
+        return Call(run, lambda y: {"y": y})
+
+    def _step(self, job: Job) -> Call:
+        """Three launches: convolution, recurrence with gates and l2 norm inside, gated norm."""
+        conv = load("fla.modules.causal_conv1d").causal_conv1d_update
+        rule = load(self.package).fused_recurrent_gated_delta_rule
+        window = pad(job.rows("conv_state"), (1, 0))
+
+        def roll(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            y, _ = conv(x[:, 0], window, weight=weight, activation="silu")
+            return y[:, None], window
+
+        return self._whole(job, roll, rule, mutable=(window,))
+
+    def _layer(self, job: Job) -> Call:
+        conv = load("fla.modules.causal_conv1d").causal_conv1d
+        rule = load(self.package).chunk_gated_delta_rule
+        window = pad(job.rows("conv_state"), (1, 0))
+
+        def roll(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return conv(
+                x, weight=weight, initial_state=window, output_final_state=True, activation="silu"
+            )
+
+        return self._whole(job, roll, rule, mutable=())
+
+    def _whole(self, job: Job, roll: Any, rule: Any, mutable: tuple[Tensor, ...]) -> Call:
+        norm = load("fla.modules.norm.fused_norm_gate").rms_norm_gated
+        c, i, state = job.case, job.inputs, job.rows()
+        qkv, z, b, a = split_projections(
+            i["qkvz"], i["ba"], order=c.order, Hk=c.Hk, Hv=c.Hv, K=c.K, V=c.V
+        )
+        if c.flat:
+            qkv, z, b, a = (x[:, None] for x in (qkv, z, b, a))
+        raw = _raw({**i, "g": a, "beta": b})
+
+        def run() -> tuple[Tensor, Tensor, Tensor]:
+            mixed, rolled = roll(qkv, i["conv_weight"])
+            q, k, v = heads_of(mixed, c)
+            o, after = rule(q, k, v, initial_state=state, **raw)
+            y = norm(o, z, i["norm_weight"], None, activation=c.gate_activation, eps=1e-6)
+            return y, after, rolled
+
+        def outputs(result: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+            y, after, rolled = result
+            y = y.flatten(-2)
+            y = y[:, 0] if c.flat else y
+            return {"y": y, "state": after, "conv_state": rolled[..., -c.window :].clone()}
+
+        order = ("projections split",) if c.order == "interleaved" else ()
+        return Call(run, outputs, (ROWS, WIDE, *order, FRESH), mutable=mutable)
+
+
+def _rolls(job: Job) -> tuple[Callable[[], Any], tuple[str, ...], tuple[Tensor, ...]]:
+    """Something that convolves: (y [B, T, D], window of W columns after)."""
+    ops = load("fla.modules.causal_conv1d")
+    i, window = job.inputs, pad(job.rows(), (1, 0))
+    if job.case.lengths is None:
+        x = i["x"][:, 0]
+
+        def decode() -> tuple[Tensor, Tensor]:
+            y, _ = ops.causal_conv1d_update(x, window, weight=i["weight"], activation="silu")
+            return y[:, None], window
+
+        return decode, (ROWS, WIDE), (window,)
+    keywords = {"initial_state": window, "output_final_state": True, "activation": "silu"}
+    keywords |= _packed(job)
+
+    def prompts() -> tuple[Tensor, Tensor]:
+        return ops.causal_conv1d(i["x"], weight=i["weight"], **keywords)
+
+    return prompts, (ROWS, WIDE, FRESH), ()
+
+
+def _packed(job: Job) -> dict[str, Any]:
+    """Bounds of packed prompts: made once, because FLA caches what follows from them by identity.
+
+    None for a batch that is not packed, as a layer's prompts are.
+    """
+    if job.case.lengths is None:
+        return {}
+    cu = job.once("cu", lambda: job.inputs["cu_seqlens"].long())
+    return {"cu_seqlens": cu, "cu_seqlens_cpu": job.once("cu_cpu", cu.cpu)}
+
+
+def _raw(i: dict[str, Any]) -> dict[str, Any]:
+    """Gates and l2 norm in the kernel."""
+    return {
+        "g": i["g"],
+        "beta": i["beta"],
+        "A_log": i["A_log"],
+        "dt_bias": i["dt_bias"],
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "use_qk_l2norm_in_kernel": True,
+        "output_final_state": True,
+        "state_v_first": True,
+    }
+
+
+def _state_and_output(job: Job) -> Any:
+    def outputs(result: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"o": result[0], "state": result[1].to(torch.float32)}
+
+    return outputs
+
+
+def provider() -> Fla:
+    return Fla()

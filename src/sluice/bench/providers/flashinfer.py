@@ -1,0 +1,100 @@
+"""FlashInfer's CuTe DSL kernels: pooled prefill, decode and several tokens at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
+
+
+class FlashInfer(Provider):
+    name = "flashinfer"
+    title = "FlashInfer"
+    package = "flashinfer.gdn_prefill"
+    distribution = "flashinfer-python"
+    install = "pip install flashinfer-python nvidia-cutlass-dsl"
+    devices = ("cuda",)
+
+    def missing(self) -> str | None:
+        return super().missing() or _other(self, "flashinfer.gdn_decode")
+
+    def prepare(self, job: Job) -> Call:
+        if (job.case.K, job.case.V) != (128, 128):
+            raise RefusalError(f"K and V must be 128, got {job.case.K} and {job.case.V}")
+        if job.dtype not in (torch.bfloat16, torch.float16):
+            raise RefusalError(f"bfloat16 or float16, got {job.dtype}")
+        return super().prepare(job)
+
+    def _prefill(self, job: Job) -> Call:
+        chunk = load("flashinfer.gdn_prefill").chunk_gated_delta_rule
+        i, pool = job.inputs, job.inputs["state"]
+        q, k, v = (i[name][0].contiguous() for name in ("q", "k", "v"))
+        alpha, beta = i["g"][0].exp(), i["beta"][0].contiguous()
+        out = torch.empty_like(v)
+        longest = max(job.case.sequence_lengths)
+
+        def run() -> tuple[Tensor, Tensor]:
+            return chunk(
+                q, k, v, alpha, beta,
+                initial_state=pool, output_state=pool, state_indices=i["slots"],
+                output_final_state=True, cu_seqlens=i["cu_seqlens"], max_seqlen=longest, output=out,
+            )  # fmt: skip
+
+        return Call(
+            run,
+            lambda r: {"o": r[0][None], "state": job.rows()},
+            ("decay as exp(g)",),
+            mutable=(pool,),
+        )
+
+    def _decode(self, job: Job) -> Call:
+        decode = load("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
+        i, pool = job.inputs, job.inputs["state"]
+        out = torch.empty_like(i["v"])
+
+        def run() -> tuple[Tensor, Tensor]:
+            return decode(
+                i["q"], i["k"], i["v"], None, i["A_log"], i["g"], i["dt_bias"], i["beta"],
+                initial_state=pool, initial_state_indices=i["slots"], output=out,
+            )  # fmt: skip
+
+        return Call(run, lambda r: {"o": r[0], "state": job.rows()}, mutable=(pool,))
+
+    def _verify(self, job: Job) -> Call:
+        """Keep the state after each draft token, then copy the accepted one into the pool."""
+        c, i, pool = job.case, job.inputs, job.inputs["state"]
+        decode = load("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
+        out = torch.empty_like(i["v"])
+        kept = pool.new_empty(c.N, c.tokens, *pool.shape[1:])
+        slots = i["slots"].long()
+        row = torch.arange(c.N, device=job.device) * c.tokens
+        accepted = i["num_accepted"]
+
+        def run() -> Tensor:
+            o, _ = decode(
+                i["q"], i["k"], i["v"], None, i["A_log"], i["g"], i["dt_bias"], i["beta"],
+                initial_state=pool, initial_state_indices=i["slots"], output=out,
+                intermediate_states_buffer=kept, disable_state_update=True,
+            )  # fmt: skip
+            pool.index_copy_(0, slots, kept.flatten(0, 1).index_select(0, row + accepted - 1))
+            return o
+
+        return Call(
+            run,
+            lambda o: {"o": o, "state": job.rows()},
+            ("commit by a gather and a copy in torch",),
+            mutable=(pool,),
+        )
+
+
+def _other(provider: Provider, package: str) -> str | None:
+    first, provider.package = provider.package, package
+    try:
+        return Provider.missing(provider)
+    finally:
+        provider.package = first
+
+
+def provider() -> FlashInfer:
+    return FlashInfer()

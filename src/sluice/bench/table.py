@@ -1,0 +1,144 @@
+"""The report in a terminal: a table for each operator, what is missing, and how it was measured."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from typing import Any, TextIO
+
+from sluice.bench.results import FEWEST, Results, Row, by_workload, microseconds, rate
+
+HEAD = ("workload", "provider", "µs", "p10-p90", "rate", "of floor", "sluice is", "error", "how")
+BUSY = 0.1  # of the cores, by others, from which on a run is not to be trusted
+SYMBOLS = {"refused": "-", "wrong": "WRONG", "error": "ERROR", "skipped": "skipped"}
+
+
+def lines(results: Results) -> dict[str, list[tuple[str, ...]]]:
+    """For each operator and model, rows of cells; the first row of a workload names it."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for workload, rows in by_workload(results):
+        heads = "/".join(map(str, workload["heads"]))
+        rank = f", TP {workload['tp']}" if workload["tp"] > 1 else ""
+        types = workload["dtype"]
+        if workload["state_dtype"] != types:
+            types += f", {workload['state_dtype']} state"
+        title = f"{workload['op']}, {workload['model']}{rank} (heads {heads}, {types})"
+        ours = next((r for r in rows if r.provider == "sluice" and r.ok), None)
+        served = [r for r in rows if r.status not in ("refused", "skipped")]
+        if not served:
+            continue
+        cells = tables.setdefault(title, [])
+        shown = sorted(served, key=lambda r: (not r.ok, r.median_s or 0.0))
+        for n, row in enumerate(shown):
+            first = workload["size"] if n == 0 else ""
+            cells.append((first, *_cells(row, workload, ours)))
+    return tables
+
+
+def _cells(row: Row, workload: dict[str, Any], ours: Row | None) -> tuple[str, ...]:
+    name = f"{row.provider} ({row.detail})" if row.detail else row.provider
+    if not row.ok or row.median_s is None:
+        return name, SYMBOLS.get(row.status, row.status), "", "", "", "", "", row.reason
+    share = "-" if row.share is None else f"{row.share:.0%}"
+    error = "-" if row.error is None else f"{row.error:.0e}"
+    few = f", {row.samples} samples" if row.samples < FEWEST else ""
+    spread = f"{microseconds(row.p10_s)}-{microseconds(row.p90_s)}"
+    times = (microseconds(row.median_s), spread, rate(workload, row.median_s))
+    return name, *times, share, ratio(row, ours), error, row.method + few
+
+
+def ratio(row: Row, ours: Row | None) -> str:
+    """How much faster sluice is than this row: "2.10x faster", "1.25x slower"."""
+    if ours is None or row is ours or not row.median_s or not ours.median_s:
+        return ""
+    times = row.median_s / ours.median_s
+    return f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"
+
+
+def footer(results: Results) -> list[str]:
+    """Conditions, floors, first calls, what converted what, and who is missing."""
+    m, run, measured = results.machine, results.run, results.measured_floors()
+    rates = ", ".join(f"{v / 1e12:.3g} TFLOP/s {k}" for k, v in measured.matrix.items())
+    out = [
+        f"{m['name']}; {m['threads']} of {m['cores']} cores used by each; "
+        + ", ".join(f"{k} {v}" for k, v in m["versions"].items()),
+        f"floors, measured now: copy {measured.bandwidth / 1e9:,.0f} GB/s, product {rates}",
+        f"medians of {run['rounds']} rounds in turn, inputs out of the cache, each checked against "
+        f"the float64 oracle first; {run['processes']}; {run['seconds']:.0f} s",
+    ]
+    if (m.get("others") or 0.0) > BUSY:
+        out.append(f"BUSY: other programs took {m['others']:.0%} of the cores meanwhile; times of")
+        out[-1] += " this run compare with nothing, not even with each other"
+    if clocks := m.get("clocks"):
+        after = m.get("clocks_after") or {}
+        pair = f"{clocks.get('clocks.sm')} before, {after.get('clocks.sm')} after"
+        out.append(f"SM clock {pair} (maximum {clocks.get('clocks.max.sm')}), not pinned")
+    for provider in results.providers:
+        notes = sorted(
+            {x for r in results.rows if r.provider == provider["name"] for x in r.converted}
+        )
+        if notes:
+            out.append(f"not timed for {provider['name']}: {'; '.join(notes)}")
+    for first in results.first_calls:
+        imported = f"{first['import_s']:.1f} s to import, " if first["import_s"] else ""
+        call = f"{first['call_s']:.2f} s for the first {first['op']}"
+        out.append(f"first call, fresh process, {first['provider']}: {imported}{call}")
+    skipped = dict.fromkeys(r.workload for r in results.rows if r.status == "skipped")
+    if skipped:
+        why = next(r.reason for r in results.rows if r.status == "skipped")
+        out.append(f"not run, {why}: {', '.join(skipped)}")
+    for provider in results.providers:
+        if provider["missing"]:
+            how = f" ({provider['install']})" if provider.get("install") else ""
+            out.append(f"missing: {provider['name']}: {provider['missing']}{how}")
+    return out
+
+
+def show(results: Results, file: TextIO | None = None) -> None:
+    """Print all of it: a rich table where rich is installed, aligned columns elsewhere."""
+    file = file or sys.stdout
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        for title, rows in lines(results).items():
+            print(f"\n{title}", file=file)
+            print(_plain([HEAD, *rows]), file=file)
+    else:
+        console = Console(file=file, width=None if file.isatty() else 150)
+        for title, rows in lines(results).items():
+            table = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
+            for name in HEAD:
+                right = name in ("µs", "p10-p90", "rate", "of floor", "error")
+                left = "right" if right else "left"
+                table.add_column(name, justify=left, overflow="fold")
+            for key, group in groupby(rows, key=_counter()):
+                for row in group:
+                    table.add_row(*row, style="bold" if row[1].startswith("sluice") else "")
+                table.add_section()
+                del key
+            console.print()
+            console.print(table)
+    print(file=file)
+    for line in footer(results):
+        print(line, file=file)
+
+
+def _counter() -> Any:
+    """A key that changes at each row that names a workload."""
+    count = 0
+
+    def key(row: tuple[str, ...]) -> int:
+        nonlocal count
+        count += bool(row[0])
+        return count
+
+    return key
+
+
+def _plain(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD) - 1)]
+    return "\n".join(
+        "  ".join([*(x.ljust(w) for x, w in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    )

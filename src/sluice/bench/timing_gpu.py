@@ -1,0 +1,163 @@
+"""Timing on a GPU: a CUDA graph of the calls replayed between two events, or events alone.
+
+Every call of a graph takes another set of inputs, and all sets together are larger than the L2
+cache, so each call finds memory as a serving engine leaves it. A graph holds enough calls that what
+it costs to launch one does not show. Providers that cannot be captured are timed by events around
+each call, queued behind a pause so that the host's own time is hidden where it can be; the row says
+which way it was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from sluice.bench.providers.base import Call
+
+DEFAULT_L2 = 64 << 20
+LEAST_GRAPH_SECONDS = 5e-4  # so much work in a graph that its launch is below one percent
+MOST_CALLS = 512
+LONG_SECONDS = 0.02  # a graph that takes longer is warm after one replay
+EVENT_CALLS = 8  # calls queued behind one pause
+PAUSE_CYCLES = 2_000_000  # about a millisecond
+
+
+def l2_bytes(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "L2_cache_size", 0)) or DEFAULT_L2
+
+
+class Timer:
+    """Times the calls of one workload; ``block`` is called once a round."""
+
+    def __init__(self, calls: list[Call], graphs: bool = True) -> None:
+        self.calls = calls
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.kept: list[Any] = []
+        self.per_graph = 0
+        self.first: torch.cuda.CUDAGraph | None = None
+        self.why_not = "" if graphs else "graphs are off"
+        self.next = 0
+
+    @property
+    def method(self) -> str:
+        return "graph" if self.graph is not None else "events"
+
+    def warm_up(self) -> None:
+        for _ in range(2):
+            for call in self.calls:
+                call.run()
+        torch.cuda.synchronize()
+        if self.why_not:
+            return
+        try:
+            self._capture(len(self.calls))
+            seconds = statistics.median(self._replays(5)) * self.per_graph
+            if seconds < LEAST_GRAPH_SECONDS:
+                rounds = int(LEAST_GRAPH_SECONDS / max(seconds, 1e-6)) + 1
+                most = max(1, MOST_CALLS // len(self.calls))
+                self._capture(len(self.calls) * min(rounds, most))
+        except Exception as error:  # whatever a library raises when it is captured
+            self.graph, self.kept = None, []
+            self.why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+            torch.cuda.synchronize()  # raises where the failed capture has broken the context
+
+    def _capture(self, count: int) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        sets = len(self.calls)
+        kept: list[Any] = []
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for n in range(count):
+                result = self.calls[n % sets].run()
+                # outputs of the last round of sets live: each writes memory of its own
+                kept = [*kept, result][-sets:]
+        torch.cuda.synchronize()
+        self.graph, self.kept, self.per_graph = graph, kept, count
+
+    def replayed(self, before: list[torch.Tensor]) -> Any:
+        """What set 0 gives when it is replayed from the state ``before``; None without a graph.
+
+        A capture that recorded nothing would be very fast, so this result is checked as well. What
+        the call returned is filled with NaN first: only the replay can have written it.
+        """
+        if self.graph is None:
+            return None
+        call = self.calls[0]
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = call.run()
+        updated = {x.data_ptr() for x in call.mutable}
+        for x in _floats(result):
+            if x.data_ptr() not in updated:
+                x.fill_(float("nan"))
+        for x, old in zip(call.mutable, before, strict=True):
+            x.copy_(old)
+        graph.replay()
+        torch.cuda.synchronize()
+        self.first = graph  # its memory holds the result
+        return result
+
+    def use_events(self, why: str) -> None:
+        """Give the graph up, and say why."""
+        self.graph, self.first, self.kept, self.why_not = None, None, [], why
+
+    def block(self, seconds: float, least: int, most_seconds: float) -> list[float]:
+        """Seconds a call: of each replay, or of each call where events are used."""
+        if self.graph is None:
+            return self._events(seconds, least, most_seconds)
+        first = self._replays(1)[0] * self.per_graph
+        if first < LONG_SECONDS:  # warm the clocks up again
+            first = statistics.median(self._replays(3)) * self.per_graph
+        count = max(least, int(seconds / max(first, 1e-6)))
+        count = max(1, min(count, int(most_seconds / max(first, 1e-6)) or 1, 2000))
+        return self._replays(count)
+
+    def _replays(self, count: int) -> list[float]:
+        assert self.graph is not None
+        pairs = [_events() for _ in range(count)]
+        for start, end in pairs:
+            start.record()
+            self.graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e-3 / self.per_graph for start, end in pairs]
+
+    def _events(self, seconds: float, least: int, most_seconds: float) -> list[float]:
+        samples: list[float] = []
+        spent = 0.0
+        while (spent < seconds or len(samples) < least) and spent < most_seconds:
+            whole = _events()
+            whole[0].record()
+            torch.cuda._sleep(PAUSE_CYCLES)
+            pairs = []
+            for _ in range(EVENT_CALLS):
+                pair = _events()
+                pair[0].record()
+                self.calls[self.next % len(self.calls)].run()
+                pair[1].record()
+                pairs.append(pair)
+                self.next += 1
+            whole[1].record()
+            torch.cuda.synchronize()
+            # the first follows the pause: its launch may still have been on its way
+            samples += [start.elapsed_time(end) * 1e-3 for start, end in pairs[1:]]
+            spent += whole[0].elapsed_time(whole[1]) * 1e-3
+        return samples
+
+    def close(self) -> None:
+        self.graph, self.first, self.kept, self.calls = None, None, [], []
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    return [x for part in value for x in _floats(part)] if isinstance(value, (tuple, list)) else []

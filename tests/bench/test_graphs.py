@@ -1,0 +1,165 @@
+"""The timing of a GPU, on a device that is only pretended: capturing records, replaying runs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from sluice.bench import timing_gpu
+from sluice.bench.check import Answer
+from sluice.bench.providers.base import Call
+from sluice.bench.session import Session
+
+MICROSECONDS = 10.0  # what every call takes
+
+
+class Device:
+    """A clock, and the graph that is being captured."""
+
+    def __init__(self):
+        self.now, self.graph = 0.0, None
+
+    def launch(self, work):
+        """Run, or record: as a kernel launch does."""
+        if self.graph is not None:
+            self.graph.work.append(work)
+            return
+        self.now += MICROSECONDS
+        work()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    it = Device()
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
+        def record(self):
+            self.at = it.now
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) * 1e-3
+
+    class Graph:
+        def __init__(self):
+            self.work = []
+
+        def replay(self):
+            for work in self.work:
+                it.launch(work)
+
+    @contextlib.contextmanager
+    def capture(graph, stream, capture_error_mode):
+        it.graph = graph
+        try:
+            yield
+        finally:
+            it.graph = None
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    for name, value in {
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "Stream": Stream,
+        "current_stream": lambda: None,
+        "synchronize": lambda *args: None,
+        "_sleep": lambda cycles: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return it
+
+
+def doubling(device, count=3, recorded=True):
+    """Calls that double their input and count; not ``recorded``: on a stream of their own."""
+
+    def make():
+        x, counter = torch.ones(4), torch.zeros(1)
+
+        def run():
+            y = torch.empty(4)
+
+            def work():
+                torch.mul(x, 2.0, out=y)
+                counter.add_(1)
+
+            if recorded or device.graph is None:
+                device.launch(work)
+            return y, counter
+
+        return Call(run, lambda r: {"y": r[0], "state": r[1]}, mutable=(counter,))
+
+    return [make() for _ in range(count)]
+
+
+def test_a_graph_holds_every_set_and_enough_work(device):
+    timer = timing_gpu.Timer(doubling(device))
+    timer.warm_up()
+    assert timer.method == "graph"
+    assert timer.per_graph % 3 == 0
+    assert timer.per_graph * MICROSECONDS * 1e-6 >= timing_gpu.LEAST_GRAPH_SECONDS
+    samples = timer.block(0.0, 7, 1.0)
+    assert len(samples) == 7
+    assert samples == pytest.approx([MICROSECONDS * 1e-6] * 7)
+    assert len(timer.block(0.01, 1, 1.0)) > 7  # seconds asked for
+    assert len(timer.block(9.0, 1, 0.002)) < 7  # and the most there may be
+
+
+def test_what_is_replayed_begins_from_the_state_it_is_given(device):
+    timer = timing_gpu.Timer(doubling(device))
+    before = [x.clone() for x in timer.calls[0].mutable]
+    timer.warm_up()
+    y, counter = timer.replayed(before)
+    assert torch.equal(y, torch.full((4,), 2.0))
+    assert counter.item() == 1.0
+    timer.close()
+    assert timer.graph is None
+
+
+def test_a_graph_that_recorded_nothing_is_found_out(device):
+    timer = timing_gpu.Timer(doubling(device, recorded=False))
+    timer.warm_up()
+    y, counter = timer.replayed([torch.zeros(1)])
+    assert torch.isnan(y).all()
+    assert counter.item() == 0.0
+
+
+def test_a_session_falls_back_to_events_where_a_replay_is_not_right(device, small):
+    session = Session("torch", "cpu", 1)
+    calls = doubling(device, recorded=False)
+    session.timer = timing_gpu.Timer(calls)
+    session.timer.warm_up()
+    answer = Answer({"y": torch.full((4,), 2.0, dtype=torch.float64)}, {"y": 1e-5})
+    session._check_replay(small("decode", "N=1"), answer, calls[0], [torch.zeros(1)])
+    assert session.timer.method == "events"
+    assert "a replayed graph is not right" in session.timer.why_not
+    assert session.timer.block(0.0, 3, 1.0) == pytest.approx([MICROSECONDS * 1e-6] * 7)
+
+
+def test_what_cannot_be_captured_is_timed_by_events(device):
+    def run():
+        if device.graph is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        device.launch(lambda: None)
+
+    timer = timing_gpu.Timer([Call(run, dict)] * 2)
+    timer.warm_up()
+    assert timer.method == "events"
+    assert "not permitted" in timer.why_not
+    assert timer.replayed([]) is None
+    samples = timer.block(0.0, 20, 1.0)
+    assert len(samples) >= 20
+    assert samples == pytest.approx([MICROSECONDS * 1e-6] * len(samples))
+
+
+def test_graphs_can_be_switched_off(device):
+    timer = timing_gpu.Timer(doubling(device), graphs=False)
+    timer.warm_up()
+    assert timer.method == "events"

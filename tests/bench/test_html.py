@@ -1,0 +1,133 @@
+"""The page: complete in itself, and drawn without an error in a real browser, in both colours."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.bench.sample import sample
+
+from sluice.bench import html
+
+CHARTS = ("glance", "scaling", "roofline", "heat", "cold")
+ARTIFACTS = Path(__file__).parents[2] / "artifacts"  # ignored by git
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--enable-logging=stderr", "--virtual-time-budget=5000",
+)  # fmt: skip
+
+
+@pytest.fixture
+def chromium(tmp_path):
+    """Run the browser on a page, in an empty profile: what it wrote to stdout and stderr."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("no chromium is installed")
+
+    def browse(page, *flags):
+        command = [program, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags]
+        done = subprocess.run(
+            [*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done
+
+    return browse
+
+
+@pytest.fixture
+def page(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(html.page(sample()), encoding="utf-8")
+    return path
+
+
+def console(done):
+    """Lines that the page itself caused."""
+    return [x for x in done.stderr.splitlines() if "CONSOLE" in x]
+
+
+def test_the_page_asks_for_nothing_else(page):
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!data:)", text)
+    assert not re.findall(r"@import|url\(|fetch\(|XMLHttpRequest", text)
+    assert set(re.findall(r"https?://[^\s\"'`]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+
+
+def test_the_table_is_there_without_a_script(page):
+    text = page.read_text(encoding="utf-8").split("<script")[0]
+    assert text.count("<tr") > len(sample().workloads)
+    assert "wrong: o: relative error 3.00e-02 &gt; 1.00e-02" in text
+    assert "pip install it" in text
+
+
+def test_text_of_others_cannot_end_the_script():
+    results = sample()
+    results.rows[0].status = "error"
+    results.rows[0].reason = "</script><script>alert(1)</script>"
+    text = html.page(results)
+    assert "<script>alert" not in text
+    assert text.count("</script>") == 2
+
+
+def test_every_chart_is_drawn_and_the_console_stays_silent(page, chromium):
+    done = chromium(page, "--dump-dom", "--window-size=1200,900")
+    assert console(done) == []
+    assert 'data-ready="yes"' in done.stdout
+    assert "data-error" not in done.stdout
+    for name in CHARTS:
+        found = re.search(rf'<div id="{name}"[^>]*data-marks="(\d+)"[^>]*><svg', done.stdout)
+        assert found, f"{name} is not drawn"
+        assert int(found[1]) > 2, name
+    # providers as lines, one circle for each point
+    assert done.stdout.count("<circle") > 100
+    assert done.stdout.count("<option") > 4
+
+
+def test_results_with_nothing_in_them_make_a_page_too(tmp_path, chromium):
+    results = sample()
+    results.rows, results.first_calls = [], []
+    path = tmp_path / "empty.html"
+    path.write_text(html.page(results), encoding="utf-8")
+    done = chromium(path, "--dump-dom")
+    assert console(done) == []
+    assert done.stdout.count('<p class="empty">') == len(CHARTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "height", "flags"),
+    [
+        ("desktop-light", 1200, 2400, ()),
+        ("desktop-dark", 1200, 2400, ("--blink-settings=preferredColorScheme=0",)),
+        ("phone-dark", 500, 2600, ("--blink-settings=preferredColorScheme=0",)),
+    ],
+)
+def test_a_screenshot_is_kept(name, width, height, flags, page, chromium):
+    ARTIFACTS.mkdir(exist_ok=True)
+    picture = ARTIFACTS / f"bench-{name}.png"
+    picture.unlink(missing_ok=True)
+    chromium(page, f"--screenshot={picture}", f"--window-size={width},{height}", *flags)
+    header = picture.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    assert struct.unpack(">II", header[16:24]) == (width, height)
+    assert picture.stat().st_size > 40_000  # more than a blank page
+
+
+def test_a_phone_shows_the_page_without_scrolling_sideways(page, chromium):
+    """The charts fit their place; only tables scroll, in a box of their own."""
+    text = page.read_text(encoding="utf-8")
+    probe = (
+        "<script>document.title = 'wide ' + document.documentElement.scrollWidth + ' of '"
+        " + document.documentElement.clientWidth</script></body>"
+    )
+    page.write_text(text.replace("</body>", probe), encoding="utf-8")
+    done = chromium(page, "--dump-dom", "--window-size=500,900")
+    wide, of = map(int, re.search(r"<title>wide (\d+) of (\d+)", done.stdout).groups())
+    assert wide <= of

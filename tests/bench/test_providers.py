@@ -1,0 +1,215 @@
+"""Providers: each adapts its library rightly, refuses with a reason, and cannot pass when wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.bench import stand_ins
+
+import sluice
+from sluice.bench.providers import MODULES, PEERS, provider
+from sluice.bench.providers.base import Call
+from sluice.bench.session import Session
+
+CPU = {
+    "sluice": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer",
+    "transformers": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
+    "onnxruntime": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
+    "torch": "decode verify causal_conv1d conv_qkv rms_norm_gated",
+}
+GPU = {
+    "fla": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
+    "flashqla": "prefill",
+    "flashinfer": "prefill decode verify",
+    "causal-conv1d": "causal_conv1d",
+}
+SIZES = {
+    "prefill": ("70", "2x33", "20+1+9"),
+    "decode": ("N=3",),
+    "verify": ("N=5",),
+    "causal_conv1d": ("9", "2x5", "N=3"),
+    "conv_qkv": ("2x5", "N=3"),
+    "rms_norm_gated": ("3",),
+    "step": ("N=3",),
+    "layer": ("2x9",),
+}
+
+
+def served(table):
+    return [(name, op) for name, ops in table.items() for op in ops.split()]
+
+
+@pytest.mark.parametrize(("name", "op"), served(CPU))
+def test_a_cpu_provider_agrees_with_the_oracle(name, op, judge):
+    if name in ("transformers", "onnxruntime"):
+        pytest.importorskip(name)
+    if name == "onnxruntime":
+        pytest.importorskip("onnx")
+    for size in SIZES[op]:
+        verdict = judge(name, op, size)
+        assert verdict["status"] == "ok", verdict["reason"]
+        assert max(verdict["errors"].values()) < 1e-5
+        assert verdict["method"] == "host clock"
+        assert verdict["sets"] == 2
+        assert verdict["first_call_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["sluice", "transformers", "onnxruntime"])
+@pytest.mark.parametrize("op", ["step", "layer"])
+def test_the_interleaved_order_is_taken_apart(name, op, judge):
+    if name != "sluice":
+        pytest.importorskip(name)
+    verdict = judge(name, op, SIZES[op][0], model="Qwen3-Next-80B-A3B")
+    assert verdict["status"] == "ok", verdict["reason"]
+
+
+@pytest.mark.parametrize(("name", "op"), served(GPU))
+def test_a_gpu_provider_hands_over_the_right_tensors(name, op, judge, monkeypatch):
+    stand_ins.fla(monkeypatch)
+    stand_ins.others(monkeypatch)
+    for size in SIZES[op]:
+        verdict = judge(name, op, size, torch.bfloat16)
+        assert verdict["status"] == "ok", verdict["reason"]
+        assert verdict["errors"]
+    assert all(isinstance(note, str) for note in verdict["converted"])
+
+
+def test_gpu_providers_keep_a_bfloat16_state(judge, monkeypatch):
+    stand_ins.fla(monkeypatch)
+    stand_ins.others(monkeypatch)
+    for name in ("fla", "flashinfer"):
+        verdict = judge(name, "decode", "N=2", torch.bfloat16, state_dtype=torch.bfloat16)
+        assert verdict["status"] == "ok", verdict["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "size", "reason"),
+    [
+        ("torch", "prefill", "9", "token by token"),
+        ("torch", "causal_conv1d", "5+3", "no packed prompts"),
+        ("torch", "step", "N=2", "has no step"),
+        ("transformers", "verify", "N=2", "has no verify"),
+        ("sluice:chunked", "decode", "N=2", "chunked: has no decode"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_a_reason(name, op, size, reason, judge):
+    verdict = judge(name, op, size)
+    assert verdict["status"] == "refused"
+    assert reason in verdict["reason"]
+
+
+def test_a_dtype_that_is_not_there_is_refused(judge, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    assert "float32" in judge("onnxruntime", "decode", "N=2", torch.bfloat16)["reason"]
+    stand_ins.others(monkeypatch)
+    assert "bfloat16 or float16" in judge("flashqla", "prefill", "9")["reason"]
+    assert "bfloat16 or float16" in judge("flashinfer", "prefill", "9")["reason"]
+
+
+def _spoiled(spoil):
+    """A provider whose decode is sluice's, with its output or its state changed."""
+    inner = provider("torch")
+    whole = inner._decode
+
+    def decode(job):
+        call = whole(job)
+
+        def run():
+            return spoil(call.run(), job, call)
+
+        return Call(run, call.outputs, call.converted, call.mutable)
+
+    inner._decode = decode
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "reason"),
+    [
+        (lambda o, job, call: o * 1.02, "wrong", "o: relative error 2"),
+        (lambda o, job, call: torch.zeros_like(o), "wrong", "o: relative error 1"),
+        (lambda o, job, call: call.mutable[0].mul_(1.02) is None or o, "wrong", "state: relative"),
+        (lambda o, job, call: o * float("nan"), "wrong", "not finite"),
+        (lambda o, job, call: o[..., :-1], "wrong", "shape"),
+        (lambda o, job, call: 1 / 0, "error", "ZeroDivisionError"),
+        (
+            lambda o, job, call: Path("/no/such/place.py").read_text(),
+            "error",
+            "directory: 'place.py'",
+        ),
+    ],
+)
+def test_a_provider_that_is_wrong_is_never_timed(spoil, status, reason, small, judge, monkeypatch):
+    """Reliability row 33: a row is timed only after its output matched the oracle."""
+    from sluice.bench import session
+
+    monkeypatch.setattr(session, "provider", lambda name: _spoiled(spoil))
+    verdict = judge("torch", "decode", "N=2")
+    assert verdict["status"] == status
+    assert reason in verdict["reason"]
+    assert not verdict["errors"]
+
+
+def test_every_provider_says_how_it_is_had_and_is_loaded_by_name():
+    for name in MODULES:
+        found = provider(name)
+        assert found.name == name
+        assert found.install
+        assert found.is_peer == (name in PEERS)
+    assert provider("ort").name == "onnxruntime"
+    assert provider("sluice:reference").name == "sluice:reference"
+
+
+def test_no_library_is_imported_before_it_is_its_turn():
+    code = (
+        "import sys; from sluice.bench import run, table, html, compare, docs, command\n"
+        "from sluice.bench.providers import MODULES, provider\n"
+        "[provider(name) for name in MODULES]\n"
+        "heavy = {'transformers', 'onnx', 'onnxruntime', 'fla', 'flash_qla', 'flashinfer', 'rich',"
+        " 'causal_conv1d', 'triton', 'numba'}\n"
+        "print(sorted(heavy & {name.split('.')[0] for name in sys.modules}))"
+    )
+    start = f"import sys; sys.path.insert(0, {str(sluice.__path__[0])!r} + '/..');"
+    done = subprocess.run(
+        [sys.executable, "-c", start + code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_missing_library_is_listed_with_how_to_get_it():
+    found = Session("causal-conv1d", "cpu", 1).start()
+    assert found["missing"] == "runs on cuda only"
+    session = Session("transformers", "cpu", 1)
+    session.provider.missing = lambda: "ModuleNotFoundError: No module named 'transformers'"
+    found = session.start()
+    assert found["missing"].startswith("ModuleNotFoundError")
+    assert found["install"] == "pip install transformers"
+    assert found["version"] is None
+
+
+def test_transformers_own_functions_are_measured_whatever_they_lead_to(monkeypatch):
+    """With FLA installed the names in transformers' module call FLA."""
+    pytest.importorskip("transformers")
+    import functools
+
+    from sluice.bench.providers import transformers
+
+    module = transformers.load(transformers.MODULE)
+    inner = transformers._function("torch_chunk_gated_delta_rule")
+
+    @functools.wraps(inner)
+    def elsewhere(*args, **kwargs):
+        raise AssertionError("not transformers' own")
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", elsewhere)
+    assert transformers._function("torch_chunk_gated_delta_rule") is inner
+
+
+def test_the_backend_that_serves_is_named(judge):
+    verdict = judge("sluice:reference", "layer", "2x9")
+    assert verdict["detail"] == "reference"
+    assert judge("sluice", "prefill", "70")["detail"]

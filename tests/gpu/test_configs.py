@@ -1,0 +1,68 @@
+"""Choosing a configuration: by rule, from sizes alone, on any machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sluice.backends.triton import configs
+
+STATES = (1, 8, 32, 256, 512, 2048, 2049, 8192, 2**20)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("table", [*configs.DECODE.values(), configs.CONV, configs.CONV_QKV])
+def test_a_table_ends_with_a_row_for_any_size_and_its_limits_grow(table):
+    limits = [row.limit for row in table]
+    assert limits == sorted(set(limits))
+    assert limits[-1] == configs.ANY
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K", [16, 64, 96, 128, 256])
+def test_no_row_of_decode_changes_the_order_of_a_sum(layout, dtype, K):
+    """C and num_warps decide it; tokens and states may only choose how many rows a program has."""
+    found = {
+        (config.C, config.num_warps)
+        for states in STATES
+        for tokens in (1, 2, 8)
+        for config in [configs.decode(dtype, layout, K, 128, states, tokens)]
+    }
+    assert len(found) == 1
+    ((C, warps),) = found
+    assert max(K, 16) >= C or configs._power_of_two(K) == C
+    assert 32 * warps > C or (32 * warps <= C and C % 32 == 0)
+
+
+@pytest.mark.parametrize("V", [8, 64, 80, 128, 256])
+def test_a_program_has_no_more_rows_than_the_state(V):
+    for states in STATES:
+        rows = configs.decode(torch.float32, "vk", 128, V, states).BLOCK_V
+        assert rows <= configs._power_of_two(V)
+        assert rows & (rows - 1) == 0
+
+
+def test_a_program_of_a_large_batch_moves_eight_kilobytes():
+    """Fewer and the GPU cannot start programs as fast as memory could feed them."""
+    for dtype in DTYPES:
+        config = configs.decode(dtype, "vk", 128, 128, 8192)
+        assert 2 * config.BLOCK_V * 128 * dtype.itemsize >= 8192
+
+
+@pytest.mark.parametrize(
+    ("N", "tokens", "expected"),
+    [(1, 1, (1, 1)), (256, 256, (1, 1)), (1, 512, (8, 16)), (4, 12, (4, 4)), (1, 16384, (8, 64))],
+)
+def test_conv_qkv_does_not_cut_blocks_longer_than_its_sequences(N, tokens, expected):
+    config = configs.conv_qkv(128, 128, N, tokens)
+    assert expected == (config.BLOCK_T, config.CHUNK)
+    assert config.num_warps == 1
+
+
+def test_a_large_state_gets_more_warps_and_as_many_registers_as_there_are():
+    small, large = (configs.step(torch.float32, size, size) for size in (128, 256))
+    assert large.num_warps > small.num_warps
+    assert large.maxnreg * 32 * large.num_warps <= 65536

@@ -1,0 +1,68 @@
+"""Every kernel compiles for GPUs that are not here, with production's constants, and fits.
+
+python -m tests.gpu.test_cross_compile [sm_80 sm_90 sm_100 gfx942]      prints the table
+"""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sluice.backends.triton import interpreted
+from tests.gpu.calls import Call, production
+from tests.gpu.cross import TARGETS, Resources, captured, compile_for, resources
+
+pytestmark = [
+    pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
+    pytest.mark.slow,
+]
+
+
+def allowed(name: str, target: str) -> int:
+    """Bytes of stack a thread may use (registers on AMD).
+
+    ``step`` has a whole state in registers: it may put some addresses elsewhere, and a state of
+    256 × 256 does not fit at all. The others have none or next to none.
+    """
+    if not name.startswith("step"):
+        return 32
+    if "256" in name:
+        return 2048
+    return 256 if target == "gfx942" else 160
+
+
+def measured(target: str, calls: dict[str, Call]) -> Iterator[tuple[str, str, Resources]]:
+    """(call, kernel, resources) of everything the calls launch."""
+    for name, call in calls.items():
+        for launch in captured(call):
+            yield name, launch.name, resources(compile_for(launch, TARGETS[target]))
+
+
+@pytest.mark.parametrize("name", dict(production()))
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_kernel_compiles_and_fits(target, name):
+    """No spills beyond the stated ones, and no more shared memory than the smallest GPU has."""
+    found = list(measured(target, {name: dict(production())[name]}))
+    assert found
+    for _, kernel, used in found:
+        assert used.spills <= allowed(name, target), f"{kernel} for {target}: {used}"
+        assert used.shared <= 64 * 1024, f"{kernel} for {target}: {used}"
+
+
+def main() -> None:
+    for target in sys.argv[1:] or TARGETS:
+        print(f"\n{target:42} registers  stack  shared  instructions")
+        for name, kernel, used in measured(target, dict(production())):
+            row = (
+                f"{used.registers:9} {used.spills:6} {used.shared:7} {used.instructions or '-':>13}"
+            )
+            print(f"{name + ': ' + kernel.removesuffix('_kernel'):42} {row}")
+
+
+if __name__ == "__main__":
+    main()
