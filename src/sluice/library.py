@@ -134,6 +134,8 @@ def _traced(x: Tensor) -> bool:
 
 def run(op: Operator, t: Any, o: Any, backend: str | None) -> None:
     """Check, choose, and call the backend."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise SluiceError(_NO_GRADIENT.format(op.name))  # torch.func: its tensors have no data
     problem = problem_of(op, t, o)
     kernel = dispatch.select(problem, backend)
     # a compiled CPU kernel may look at values itself, and call these checks for their message
