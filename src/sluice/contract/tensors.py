@@ -37,7 +37,7 @@ class DeltaTensors(NamedTuple):
     checkpoint_slots: Tensor | None  # [N, M]
     checkpoint_positions: Tensor | None  # [N, M]
     out: Tensor  # [B, T, max(HQ, HV), V]
-    draft_k: Tensor | None = None  # [B, T, HK, K] float32: verify's normalised keys
+    draft_k: Tensor | None = None  # [B, T, HK, K] float32: verify's keys; only k dᵀ is promised
     draft_d: Tensor | None = None  # [B, T, HV, V] float32: verify's corrections d
     draft_g: Tensor | None = None  # as g, float32: verify's log decays
 

@@ -168,7 +168,8 @@ def decode(
 class Draft:
     """What ``verify`` keeps of its draft tokens so that ``commit`` can fold the accepted ones in.
 
-    ``k`` [B, T, HK, K] (normalised), ``d`` [B, T, HV, V] (the corrections of (C2)) and ``g`` (log
+    ``k`` [B, T, HK, K], ``d`` [B, T, HV, V] (the corrections of (C2); a backend may keep k's
+    length in either, only their product is used) and ``g`` (log
     decays, or None), all float32, are indexed by row, never by pool slot. The rest is the call's
     own: the draft refers to ``state``, ``conv_state`` and the index tensors, it does not copy them.
     """
