@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.memory import read_int
 from sluice.backends.cpu.rows import fill, read_index, round_up, store_row
-from sluice.backends.cpu.simd import read_int
 
 NOWHERE = -1
 

@@ -11,9 +11,10 @@ from typing import Any
 from sluice.backends.cpu.address import NOWHERE, locate, span, state_rows
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
+from sluice.backends.cpu.memory import release
 from sluice.backends.cpu.params import PARAMS, conv_block
 from sluice.backends.cpu.rows import fill, read_index, round_up
-from sluice.backends.cpu.simd import ELEMENT_BYTES, LANES, release
 from sluice.backends.cpu.window import (
     TOKENS,
     convolve,

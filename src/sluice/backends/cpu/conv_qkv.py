@@ -15,6 +15,8 @@ from sluice.backends.cpu.address import locate, span, state_rows
 from sluice.backends.cpu.conv import CHANNELS, in_order, units_of
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
+from sluice.backends.cpu.memory import release
 from sluice.backends.cpu.params import PARAMS, conv_qkv_block
 from sluice.backends.cpu.prepare import L2_EPS
 from sluice.backends.cpu.rows import (
@@ -27,7 +29,7 @@ from sluice.backends.cpu.rows import (
     sum_squares,
     write,
 )
-from sluice.backends.cpu.simd import ELEMENT_BYTES, LANES, get, load, put, release, splat, store
+from sluice.backends.cpu.simd import get, load, put, splat, store
 from sluice.backends.cpu.vmath import vexp, vsigmoid, vsoftplus
 from sluice.backends.cpu.window import (
     TOKENS,

@@ -13,6 +13,8 @@ from sluice.backends.cpu.address import NOWHERE, span, state_rows, zero_tokens
 from sluice.backends.cpu.delta import BLOCK_V, MOST, block
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.params import PARAMS, delta_block
 from sluice.backends.cpu.prepare import (
     KEY_DECAY,
@@ -24,7 +26,7 @@ from sluice.backends.cpu.prepare import (
     padded_tokens,
 )
 from sluice.backends.cpu.rows import fill, load_row, round_up, store_row
-from sluice.backends.cpu.simd import F32, LANES, address_of, pointer, release
+from sluice.backends.cpu.simd import pointer
 from sluice.backends.cpu.single import SINGLE, far, near
 from sluice.backends.cpu.state import (
     block_floats,

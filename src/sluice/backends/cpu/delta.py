@@ -28,8 +28,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sluice.backends.cpu.jit import jit_as
+from sluice.backends.cpu.llvm import LANES, REGISTERS
 from sluice.backends.cpu.products import inner, lower_product, outer, remainder, scaled, substitute
-from sluice.backends.cpu.simd import LANES, REGISTERS, get, load, splat
+from sluice.backends.cpu.simd import get, load, splat
 from sluice.backends.cpu.tiles import (
     load_rows,
     prefetch,

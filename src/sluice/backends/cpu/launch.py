@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import pickle
 import struct
 import sys
 import threading
@@ -30,10 +31,12 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
 from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.memory import call_int, fetch_add
 from sluice.backends.cpu.records import record
-from sluice.backends.cpu.simd import call_int, fetch_add
 
 SLOW_SECONDS = 1.0
+SIGNATURE = types.void(types.voidptr)
+OPTIONS = {"error_model": "numpy"}
 COUNTER_STRIDE = 8  # int64 elements: one cache line a counter
 
 
@@ -93,11 +96,8 @@ class Kernel:
             return self._address
         with self._lock:
             if not self._address:
-                worker = self._make(source_hash())
-                signature = types.void(types.voidptr)
                 with _Notice(self.name):
-                    self._worker = _compiled(worker, signature)
-                    self._address = self._worker.address
+                    self._address, self._code = _compiled(self._make(source_hash()))
         return self._address
 
     def __call__(self, block: bytearray, tasks: int, threads: int = 0) -> None:
@@ -118,20 +118,28 @@ class Kernel:
 _put_head = struct.Struct("=4q").pack_into
 
 
-def _compiled(worker: Callable[[Any], None], signature: Any) -> Any:
-    options = {"error_model": "numpy"}
+def _compiled(worker: Callable[[Any], None]) -> tuple[int, object]:
+    """The address of a worker's machine code, and what keeps it there."""
     try:
-        kernel = CFunc(worker, sigutils.normalize_signature(signature), {}, options)
+        return _load_or_compile(worker, cached=True)
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):
+        # no directory to cache in, or what is there can be neither read nor written
+        return _load_or_compile(worker, cached=False)
+
+
+def _load_or_compile(worker: Callable[[Any], None], cached: bool) -> tuple[int, object]:
+    kernel = CFunc(worker, sigutils.normalize_signature(SIGNATURE), {}, OPTIONS)
+    if cached:
         kernel.enable_caching()
-    except RuntimeError:  # no directory to cache in
-        kernel = CFunc(worker, sigutils.normalize_signature(signature), {}, options)
     with global_compiler_lock:
-        cached = kernel._cache.load_overload(kernel._sig, kernel._targetdescr.target_context)
-        if cached is None:
-            with _once():
-                njit(**options)(worker).compile(signature.args)
-    kernel.compile()
-    return kernel
+        found = kernel._cache.load_overload(kernel._sig, kernel._targetdescr.target_context)
+        if found is not None:
+            address = found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
+            return address, found
+        with _once():
+            njit(**OPTIONS)(worker).compile(SIGNATURE.args)
+        kernel.compile()
+    return kernel.address, kernel
 
 
 def _finalized(library: Any) -> None:

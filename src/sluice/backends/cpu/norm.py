@@ -13,9 +13,11 @@ from torch import Tensor
 
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.memory import allocate, release
 from sluice.backends.cpu.params import PARAMS, norm_block
 from sluice.backends.cpu.rows import load_row, read, round_up, store_row, sum_squares
-from sluice.backends.cpu.simd import F32, LANES, allocate, load, pointer, put, release, store
+from sluice.backends.cpu.simd import load, pointer, put, store
 from sluice.backends.cpu.vmath import vsigmoid, vsilu
 from sluice.contract.problem import NormProblem
 from sluice.contract.tensors import NormTensors

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sluice.backends.cpu.launch import Fields
+from sluice.backends.cpu.llvm import BF16, F16, F32, F64, REGISTERS
 from sluice.backends.cpu.prepare import HEAD_DECAY, KEY_DECAY, NO_DECAY
-from sluice.backends.cpu.simd import BF16, F16, F32, F64, REGISTERS
 from sluice.contract.problem import (
     CommitProblem,
     ConvProblem,

@@ -18,6 +18,8 @@ from sluice.backends.cpu.checkpoints import checkpoint, columns
 from sluice.backends.cpu.delta import BLOCK_V, MOST, block
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.params import PARAMS, delta_block, set_group
 from sluice.backends.cpu.prepare import (
     GATES,
@@ -30,7 +32,6 @@ from sluice.backends.cpu.prepare import (
     padded_tokens,
 )
 from sluice.backends.cpu.rows import fill, load_row, prefetch_row, round_up, store_row
-from sluice.backends.cpu.simd import F32, LANES, address_of, release
 from sluice.backends.cpu.state import head_at, load_tile, store_tile
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors

@@ -10,22 +10,12 @@ import math
 
 from sluice.backends.cpu.delta import BLOCK_V, LD, MOST
 from sluice.backends.cpu.jit import jit, jit_inline
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.memory import allocate, release
 from sluice.backends.cpu.products import outer
 from sluice.backends.cpu.records import record
 from sluice.backends.cpu.rows import fill, load_row, read, round_up, scale_row, sum_squares
-from sluice.backends.cpu.simd import (
-    F32,
-    LANES,
-    allocate,
-    fma,
-    get,
-    load,
-    pointer,
-    put,
-    release,
-    splat,
-    store,
-)
+from sluice.backends.cpu.simd import fma, get, load, pointer, put, splat, store
 from sluice.backends.cpu.tiles import load_rows, store_columns, sums, total, zeros
 from sluice.backends.cpu.vmath import vexp, vsigmoid, vsoftplus
 

@@ -10,11 +10,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sluice.backends.cpu.simd import F32, Tile, _call, _i64, _load, _rows, _splat, _tile
+from sluice.backends.cpu.llvm import F32, call_llvm, i64, load_at, rows_of, splat_of, tile_of
+from sluice.backends.cpu.simd import Tile
 
 
 def _fma(builder, a, b, c):
-    return _call(builder, "fmuladd", a.type, a, b, c)
+    return call_llvm(builder, "fmuladd", a.type, a, b, c)
 
 
 @intrinsic
@@ -24,9 +25,9 @@ def outer(typingctx, acc, a, b):
         return None
 
     def codegen(context, builder, sig, args):
-        sums, left, right = (_rows(builder, t) for t in args)
+        sums, left, right = (rows_of(builder, t) for t in args)
         pairs = [(x, y) for x in left for y in right]
-        return _tile(
+        return tile_of(
             builder, [_fma(builder, x, y, s) for (x, y), s in zip(pairs, sums, strict=True)]
         )
 
@@ -40,11 +41,11 @@ def inner(typingctx, acc, a, b):
         return None
 
     def codegen(context, builder, sig, args):
-        out, left, right = (_rows(builder, t) for t in args)
+        out, left, right = (rows_of(builder, t) for t in args)
         for t, x in enumerate(left):
             for j, value in enumerate(out):
                 out[j] = _fma(builder, x, right[t * len(out) + j], value)
-        return _tile(builder, out)
+        return tile_of(builder, out)
 
     return acc(acc, a, b), codegen
 
@@ -54,9 +55,9 @@ def scaled(typingctx, tile, factor):
     """Every row times a vector, or row r times row r of a tile."""
 
     def codegen(context, builder, sig, args):
-        rows = _rows(builder, args[0])
-        by = _rows(builder, args[1]) if isinstance(factor, Tile) else [args[1]] * len(rows)
-        return _tile(builder, [builder.fmul(x, y) for x, y in zip(rows, by, strict=True)])
+        rows = rows_of(builder, args[0])
+        by = rows_of(builder, args[1]) if isinstance(factor, Tile) else [args[1]] * len(rows)
+        return tile_of(builder, [builder.fmul(x, y) for x, y in zip(rows, by, strict=True)])
 
     return tile(tile, factor), codegen
 
@@ -66,8 +67,8 @@ def remainder(typingctx, v, lam, y):
     """v - lam * y, row by row."""
 
     def codegen(context, builder, sig, args):
-        rows = zip(*(_rows(builder, t) for t in args), strict=True)
-        return _tile(builder, [_fma(builder, builder.fneg(x), b, a) for a, x, b in rows])
+        rows = zip(*(rows_of(builder, t) for t in args), strict=True)
+        return tile_of(builder, [_fma(builder, builder.fneg(x), b, a) for a, x, b in rows])
 
     return v(v, lam, y), codegen
 
@@ -78,15 +79,15 @@ def substitute(typingctx, rhs, a, stride, beta):
 
     def codegen(context, builder, sig, args):
         rhs, base, stride, beta_base = args
-        d, at = [], _i64(0)
-        for t, x in enumerate(_rows(builder, rhs)):
+        d, at = [], i64(0)
+        for t, x in enumerate(rows_of(builder, rhs)):
             for s, previous in enumerate(d):
-                element = _load(builder, F32, base, builder.add(at, _i64(s)))
-                x = _fma(builder, _splat(builder, builder.fneg(element)), previous, x)
-            factor = _load(builder, F32, beta_base, _i64(t))
-            d.append(builder.fmul(_splat(builder, factor), x))
+                element = load_at(builder, F32, base, builder.add(at, i64(s)))
+                x = _fma(builder, splat_of(builder, builder.fneg(element)), previous, x)
+            factor = load_at(builder, F32, beta_base, i64(t))
+            d.append(builder.fmul(splat_of(builder, factor), x))
             at = builder.add(at, stride)
-        return _tile(builder, d)
+        return tile_of(builder, d)
 
     return rhs(rhs, a, types.int64, beta), codegen
 
@@ -97,13 +98,13 @@ def lower_product(typingctx, acc, p, stride, d):
 
     def codegen(context, builder, sig, args):
         acc, base, stride, d = args
-        out, d, at = _rows(builder, acc), _rows(builder, d), _i64(0)
+        out, d, at = rows_of(builder, acc), rows_of(builder, d), i64(0)
         for t in range(len(out)):
             for s in range(t + 1):
-                element = _splat(builder, _load(builder, F32, base, builder.add(at, _i64(s))))
+                element = splat_of(builder, load_at(builder, F32, base, builder.add(at, i64(s))))
                 out[t] = _fma(builder, element, d[s], out[t])
             at = builder.add(at, stride)
-        return _tile(builder, out)
+        return tile_of(builder, out)
 
     return acc(acc, p, types.int64, d), codegen
 
@@ -118,14 +119,14 @@ def dot_rows(typingctx, s, x):
     R = s.rows // n
 
     def codegen(context, builder, sig, args):
-        left, right = (_rows(builder, t) for t in args)
+        left, right = (rows_of(builder, t) for t in args)
         acc = [ir.Constant(left[0].type, None)] * (2 * R)
         for r in range(R):
             for i in range(n):
                 for j in range(2):
                     product = (left[r * n + i], right[j * n + i])
                     acc[2 * r + j] = _fma(builder, *product, acc[2 * r + j])
-        return _tile(builder, acc)
+        return tile_of(builder, acc)
 
     return Tile(2 * R)(s, x), codegen
 
@@ -137,12 +138,16 @@ def fold_rows(typingctx, s, lam, x, d):
     R = s.rows // n
 
     def codegen(context, builder, sig, args):
-        rows, row, d = _rows(builder, args[0]), _rows(builder, args[2]), _rows(builder, args[3])
+        rows, row, d = (
+            rows_of(builder, args[0]),
+            rows_of(builder, args[2]),
+            rows_of(builder, args[3]),
+        )
         out = []
         for r in range(R):
             for i in range(n):
                 decayed = builder.fmul(rows[r * n + i], args[1])
                 out.append(_fma(builder, row[i], d[r], decayed))
-        return _tile(builder, out)
+        return tile_of(builder, out)
 
     return s(s, lam, x, d), codegen

@@ -16,7 +16,8 @@ from numba.core.imputils import lower_getattr_generic, lower_setattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import intrinsic, register_model
 
-from sluice.backends.cpu.simd import F32, Ptr
+from sluice.backends.cpu.llvm import F32
+from sluice.backends.cpu.simd import Ptr
 
 FIELD_BYTES = 8
 
@@ -46,7 +47,7 @@ class _Fields(AttributeTemplate):
 
 def _field(context, builder, record, value, attribute):
     offset = ir.IntType(64)(record.offsets[attribute])
-    where = builder.gep(value, [offset], source_etype=ir.IntType(8))
+    where = builder.gep(value, [offset])
     kind = context.get_value_type(record.fields[attribute])
     return builder.bitcast(where, kind.as_pointer())
 

@@ -7,21 +7,9 @@ type. Scratch rows are padded with zeros to whole vectors.
 from __future__ import annotations
 
 from sluice.backends.cpu.jit import jit, jit_inline
-from sluice.backends.cpu.simd import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    LANES,
-    fma,
-    get,
-    load,
-    pointer,
-    put,
-    read_int,
-    splat,
-    store,
-)
+from sluice.backends.cpu.llvm import BF16, F16, F32, F64, LANES
+from sluice.backends.cpu.memory import read_int
+from sluice.backends.cpu.simd import fma, get, load, pointer, put, splat, store
 from sluice.backends.cpu.tiles import prefetch, total
 
 

@@ -12,8 +12,10 @@ import functools
 
 from sluice.backends.cpu.delta import LINE, Function
 from sluice.backends.cpu.jit import jit_as
+from sluice.backends.cpu.llvm import LANES
+from sluice.backends.cpu.memory import address_of
 from sluice.backends.cpu.products import dot_rows, fold_rows
-from sluice.backends.cpu.simd import LANES, address_of, fma, get, splat, store
+from sluice.backends.cpu.simd import fma, get, splat, store
 from sluice.backends.cpu.tiles import (
     every,
     load_lanes,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from sluice.backends.cpu.address import NOWHERE
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.llvm import BF16, F16, F32, LANES
 from sluice.backends.cpu.rows import fill, load_row, read, round_up, store_row, write
-from sluice.backends.cpu.simd import BF16, F16, F32, LANES, get, pointer, put
+from sluice.backends.cpu.simd import get, pointer, put
 from sluice.backends.cpu.tiles import load_rows, store_rows, transposed
 
 

@@ -15,6 +15,8 @@ from sluice.backends.cpu.decode import run_head
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.memory import address_of, allocate, release
 from sluice.backends.cpu.norm import gated_norm, load_norm_weight
 from sluice.backends.cpu.params import PARAMS, step_block
 from sluice.backends.cpu.prepare import (
@@ -25,7 +27,7 @@ from sluice.backends.cpu.prepare import (
     padded_tokens,
 )
 from sluice.backends.cpu.rows import copy_row, fill, fill_tail, load_row, round_up, store_row
-from sluice.backends.cpu.simd import F32, LANES, address_of, allocate, get, pointer, put, release
+from sluice.backends.cpu.simd import get, pointer, put
 from sluice.backends.cpu.state import block_floats
 from sluice.backends.cpu.window import (
     convolve,

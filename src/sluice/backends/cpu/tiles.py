@@ -10,20 +10,19 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sluice.backends.cpu.simd import (
+from sluice.backends.cpu.llvm import (
     LANES,
-    Tile,
-    Vec,
-    _i64,
-    _load,
-    _prefetch,
-    _rows,
-    _shuffle,
-    _splat,
-    _store,
-    _tile,
-    _vector,
+    i64,
+    load_at,
+    prefetch_at,
+    rows_of,
+    shuffle,
+    splat_of,
+    store_at,
+    tile_of,
+    vector_type,
 )
+from sluice.backends.cpu.simd import Tile, Vec
 
 
 def _const_int(*kinds):
@@ -38,7 +37,7 @@ def zeros(typingctx, rows):
     n = rows.literal_value
 
     def codegen(context, builder, sig, args):
-        return ir.Constant(ir.ArrayType(_vector(LANES), n), None)
+        return ir.Constant(ir.ArrayType(vector_type(LANES), n), None)
 
     return Tile(n)(rows), codegen
 
@@ -54,9 +53,9 @@ def load_rows(typingctx, ptr, index, stride, rows):
         base, index, stride, _ = args
         out = []
         for _r in range(n):
-            out.append(_load(builder, ptr.code, base, index, LANES))
+            out.append(load_at(builder, ptr.code, base, index, LANES))
             index = builder.add(index, stride)
-        return _tile(builder, out)
+        return tile_of(builder, out)
 
     return Tile(n)(ptr, types.int64, types.int64, rows), codegen
 
@@ -67,8 +66,8 @@ def store_rows(typingctx, ptr, index, stride, tile):
 
     def codegen(context, builder, sig, args):
         base, index, stride, value = args
-        for vector in _rows(builder, value):
-            _store(builder, ptr.code, base, index, vector)
+        for vector in rows_of(builder, value):
+            store_at(builder, ptr.code, base, index, vector)
             index = builder.add(index, stride)
         return context.get_dummy_value()
 
@@ -87,10 +86,10 @@ def spread(typingctx, ptr, index, stride, rows, columns):
         out = []
         for _r in range(R):
             for c in range(C):
-                element = _load(builder, ptr.code, base, builder.add(index, _i64(c)))
-                out.append(_splat(builder, element))
+                element = load_at(builder, ptr.code, base, builder.add(index, i64(c)))
+                out.append(splat_of(builder, element))
             index = builder.add(index, stride)
-        return _tile(builder, out)
+        return tile_of(builder, out)
 
     return Tile(R * C)(ptr, types.int64, types.int64, rows, columns), codegen
 
@@ -103,8 +102,8 @@ def prefetch(typingctx, address, lines, level):
 
     def codegen(context, builder, sig, args):
         for line in range(lines.literal_value):
-            where = builder.add(args[0], _i64(64 * line))
-            _prefetch(builder, where, level.literal_value)
+            where = builder.add(args[0], i64(64 * line))
+            prefetch_at(builder, where, level.literal_value)
         return context.get_dummy_value()
 
     return types.void(types.int64, lines, level), codegen
@@ -115,7 +114,7 @@ def stack(typingctx, a, b):
     """The rows of a, then those of b."""
 
     def codegen(context, builder, sig, args):
-        return _tile(builder, [x for t in args for x in _rows(builder, t)])
+        return tile_of(builder, [x for t in args for x in rows_of(builder, t)])
 
     return Tile(a.rows + b.rows)(a, b), codegen
 
@@ -127,7 +126,7 @@ def row(typingctx, tile, index):
         return None
 
     def codegen(context, builder, sig, args):
-        return _tile(builder, [builder.extract_value(args[0], index.literal_value)])
+        return tile_of(builder, [builder.extract_value(args[0], index.literal_value)])
 
     return Tile(1)(tile, index), codegen
 
@@ -143,7 +142,7 @@ def load_lanes(typingctx, ptr, index, count):
     n = count.literal_value
 
     def codegen(context, builder, sig, args):
-        return _load(builder, ptr.code, args[0], args[1], n)
+        return load_at(builder, ptr.code, args[0], args[1], n)
 
     return Vec(n)(ptr, types.int64, count), codegen
 
@@ -156,7 +155,7 @@ def every(typingctx, vector, start, step):
     lanes = list(range(start.literal_value, vector.lanes, step.literal_value))
 
     def codegen(context, builder, sig, args):
-        return _shuffle(builder, args[0], args[0], lanes)
+        return shuffle(builder, args[0], args[0], lanes)
 
     return Vec(len(lanes))(vector, start, step), codegen
 
@@ -166,8 +165,8 @@ def spread_lanes(typingctx, vector):
     """A tile whose row r has lane r of a (short) vector in every lane."""
 
     def codegen(context, builder, sig, args):
-        rows = [_shuffle(builder, args[0], args[0], [r] * LANES) for r in range(vector.lanes)]
-        return _tile(builder, rows)
+        rows = [shuffle(builder, args[0], args[0], [r] * LANES) for r in range(vector.lanes)]
+        return tile_of(builder, rows)
 
     return Tile(vector.lanes)(vector), codegen
 
@@ -183,8 +182,8 @@ def store_columns(typingctx, ptr, index, stride, vector, columns):
         base, index, stride, value, _ = args
         for j in range(count):
             lanes = list(range(j, vector.lanes, count))
-            column = _shuffle(builder, value, value, lanes)
-            _store(builder, ptr.code, base, index, column)
+            column = shuffle(builder, value, value, lanes)
+            store_at(builder, ptr.code, base, index, column)
             index = builder.add(index, stride)
         return context.get_dummy_value()
 
@@ -196,13 +195,13 @@ def _gathered(builder, vectors, lanes):
     width = vectors[0].type.count
     out = vectors[0]
     mask = [lane if lane < width else 0 for lane in lanes]
-    out = _shuffle(builder, out, out, mask)
+    out = shuffle(builder, out, out, mask)
     for v in range(1, len(vectors)):
         mask = [
             width + lane - v * width if v * width <= lane < (v + 1) * width else i
             for i, lane in enumerate(lanes)
         ]
-        out = _shuffle(builder, out, vectors[v], mask)
+        out = shuffle(builder, out, vectors[v], mask)
     return out
 
 
@@ -217,10 +216,10 @@ def load_interleaved(typingctx, ptr, index, count):
         base, index, _ = args
         vectors = []
         for _v in range(n):
-            vectors.append(_load(builder, ptr.code, base, index, LANES))
-            index = builder.add(index, _i64(LANES))
+            vectors.append(load_at(builder, ptr.code, base, index, LANES))
+            index = builder.add(index, i64(LANES))
         rows = [_gathered(builder, vectors, range(j, n * LANES, n)) for j in range(n)]
-        return _tile(builder, rows)
+        return tile_of(builder, rows)
 
     return Tile(n)(ptr, types.int64, count), codegen
 
@@ -231,12 +230,12 @@ def store_interleaved(typingctx, ptr, index, tile):
 
     def codegen(context, builder, sig, args):
         base, index, value = args
-        rows = _rows(builder, value)
+        rows = rows_of(builder, value)
         n = len(rows)
         for v in range(n):
             lanes = [e % n * LANES + e // n for e in range(v * LANES, (v + 1) * LANES)]
-            _store(builder, ptr.code, base, index, _gathered(builder, rows, lanes))
-            index = builder.add(index, _i64(LANES))
+            store_at(builder, ptr.code, base, index, _gathered(builder, rows, lanes))
+            index = builder.add(index, i64(LANES))
         return context.get_dummy_value()
 
     return types.void(ptr, types.int64, tile), codegen
@@ -262,7 +261,7 @@ def _merged_sums(builder, vectors):
     while len(vectors) > 1 and width > 1:
         low, high = _halves(2 * LANES // width, width)
         vectors = [
-            builder.fadd(_shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
+            builder.fadd(shuffle(builder, a, b, low), shuffle(builder, a, b, high))
             for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
         width //= 2
@@ -270,14 +269,13 @@ def _merged_sums(builder, vectors):
         runs = vectors[0].type.count // width
         low, high = _halves(runs, width)
         vectors = [
-            builder.fadd(_shuffle(builder, a, a, low), _shuffle(builder, a, a, high))
-            for a in vectors
+            builder.fadd(shuffle(builder, a, a, low), shuffle(builder, a, a, high)) for a in vectors
         ]
         width //= 2
     while len(vectors) > 1:
         both = list(range(2 * vectors[0].type.count))
         vectors = [
-            _shuffle(builder, a, b, both) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+            shuffle(builder, a, b, both) for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]
 
@@ -289,7 +287,7 @@ def sums(typingctx, tile):
         return None
 
     def codegen(context, builder, sig, args):
-        return _merged_sums(builder, _rows(builder, args[0]))
+        return _merged_sums(builder, rows_of(builder, args[0]))
 
     return Vec(tile.rows)(tile), codegen
 
@@ -299,7 +297,7 @@ def total(typingctx, vector):
     """The sum over the lanes, in the order of `sums`."""
 
     def codegen(context, builder, sig, args):
-        return builder.extract_element(_merged_sums(builder, [args[0]]), _i64(0))
+        return builder.extract_element(_merged_sums(builder, [args[0]]), i64(0))
 
     return types.float32(vector), codegen
 
@@ -311,7 +309,7 @@ def transposed(typingctx, tile):
         return None
 
     def codegen(context, builder, sig, args):
-        rows = _rows(builder, args[0])
+        rows = rows_of(builder, args[0])
         step = LANES // 2
         while step:
             first = [i if not i & step else i - step + LANES for i in range(LANES)]
@@ -319,9 +317,9 @@ def transposed(typingctx, tile):
             for i in range(LANES):
                 if not i & step:
                     a, b = rows[i], rows[i + step]
-                    rows[i] = _shuffle(builder, a, b, first)
-                    rows[i + step] = _shuffle(builder, a, b, second)
+                    rows[i] = shuffle(builder, a, b, first)
+                    rows[i + step] = shuffle(builder, a, b, second)
             step //= 2
-        return _tile(builder, rows)
+        return tile_of(builder, rows)
 
     return tile(tile), codegen

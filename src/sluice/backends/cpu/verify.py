@@ -15,6 +15,8 @@ from sluice.backends.cpu.decode import decode
 from sluice.backends.cpu.delta import BLOCK_V, fold_kv, fold_vk
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.params import PARAMS, commit_block
 from sluice.backends.cpu.prepare import (
     HEAD_DECAY,
@@ -26,7 +28,7 @@ from sluice.backends.cpu.prepare import (
     zero_factors,
 )
 from sluice.backends.cpu.rows import fill, load_row, read_index, round_up
-from sluice.backends.cpu.simd import F32, LANES, address_of, get, load, pointer, put, release, store
+from sluice.backends.cpu.simd import get, load, pointer, put, store
 from sluice.backends.cpu.state import (
     block_floats,
     head_at,

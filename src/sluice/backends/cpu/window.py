@@ -15,22 +15,11 @@ from sluice.backends.cpu.address import NOWHERE
 from sluice.backends.cpu.checkpoints import checkpoint, columns
 from sluice.backends.cpu.delta import Function
 from sluice.backends.cpu.jit import jit, jit_as
+from sluice.backends.cpu.llvm import BF16, F16, F32, LANES
+from sluice.backends.cpu.memory import allocate, release
 from sluice.backends.cpu.records import record
 from sluice.backends.cpu.rows import fill, load_row, read, round_up, store_row, write
-from sluice.backends.cpu.simd import (
-    BF16,
-    F16,
-    F32,
-    LANES,
-    allocate,
-    fma,
-    get,
-    load,
-    pointer,
-    put,
-    release,
-    store,
-)
+from sluice.backends.cpu.simd import fma, get, load, pointer, put, store
 from sluice.backends.cpu.tiles import (
     load_interleaved,
     load_rows,

@@ -1,0 +1,78 @@
+"""Scratch memory, counters shared by threads, and addresses, for Numba code."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sluice.backends.cpu.llvm import element_at, i32, i64
+
+
+@intrinsic
+def allocate(typingctx, nbytes):
+    """The address of fresh memory, aligned to 16 bytes at least."""
+
+    def codegen(context, builder, sig, args):
+        return builder.ptrtoint(context.nrt.allocate(builder, args[0]), i64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def release(typingctx, address):
+    """Give back what `allocate` returned."""
+
+    def codegen(context, builder, sig, args):
+        context.nrt.free(builder, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def fetch_add(typingctx, address):
+    """Add one to an int64 in memory shared by threads; returns the value before."""
+
+    def codegen(context, builder, sig, args):
+        where = builder.inttoptr(args[0], i64.as_pointer())
+        return builder.atomic_rmw("add", where, i64(1), "monotonic")
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def call_int(typingctx, address):
+    """Call a C function without arguments that returns an int."""
+
+    def codegen(context, builder, sig, args):
+        function = ir.FunctionType(i32, [])
+        result = builder.call(builder.inttoptr(args[0], function.as_pointer()), [])
+        return builder.sext(result, i64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def address_of(typingctx, ptr):
+    """The address a pointer holds."""
+
+    def codegen(context, builder, sig, args):
+        return builder.ptrtoint(args[0], i64)
+
+    return types.int64(ptr), codegen
+
+
+@intrinsic(prefer_literal=True)
+def read_int(typingctx, address, index, nbytes):
+    """Element `index` of an array of signed integers of a constant size, as int64."""
+    if not isinstance(nbytes, types.IntegerLiteral):
+        return None
+    kind = ir.IntType(8 * nbytes.literal_value)
+
+    def codegen(context, builder, sig, args):
+        base = builder.inttoptr(args[0], kind.as_pointer())
+        value = builder.load(element_at(builder, base, args[1]))
+        return value if kind == i64 else builder.sext(value, i64)
+
+    return types.int64(types.int64, types.int64, nbytes), codegen
