@@ -1,0 +1,416 @@
+"""The CPU kernels against their floor and their peers, as the ratios they were built to reach.
+
+    PYTHONPATH=src python benchmarks/cpu_targets.py [decode step verify prefill conv growth start]
+
+All sides of a line take turns in one process with the same threads; a number is the median of the
+blocks' medians, in microseconds. States are used again and again, so small ones stay in a cache, as
+they do for the peers. Every line is printed only after its output matched float64. The floor reads
+and writes the states with as many threads, and does nothing else. "kernel" is the backend's
+function, "call" the public one with its checks around it.
+"""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import sluice
+from sluice import dispatch
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.launch import Fields, Kernel, claim, first_range
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.simd import load, pointer, splat, store
+
+HK, HV, WIDTH, TAPS = 16, 32, 128, 4
+CHANNELS = (2 * HK + HV) * WIDTH
+
+Run = Callable[[], Any]
+
+FLOOR = Fields("floor", "state floats")
+view = FLOOR.view
+
+
+@jit
+def _touch(s, count):
+    for i in range(0, count, 4 * LANES):
+        for j in range(i, i + 4 * LANES, LANES):
+            store(s, j, load(s, j) * splat(1.0000001))
+
+
+def _make(version: str) -> Callable[[Any], None]:
+    def floor_kernel(block):
+        _ = version
+        p = view(block)
+        own = first_range(p)
+        for other in range(p.threads):
+            part = (own + other) % p.threads
+            i = claim(p, part)
+            while i >= 0:
+                _touch(pointer(p.state, F32) + i * p.floats, p.floats)
+                i = claim(p, part)
+
+    return floor_kernel
+
+
+FLOOR_KERNEL = Kernel("floor", FLOOR, _make)
+
+
+def floor(state: torch.Tensor) -> Run:
+    """Read and write every state once."""
+    heads, floats = state.shape[0] * state.shape[1], state[0, 0].numel()
+    block = FLOOR.block({"state": state.data_ptr(), "floats": floats})
+    return lambda: (FLOOR_KERNEL(bytearray(block), heads), state)
+
+
+# -- timing -------------------------------------------------------------------------------------
+
+
+def medians(sides: dict[str, Run], rounds: int = 15, seconds: float = 0.05) -> dict[str, float]:
+    """Median microseconds of each side; the sides take turns in random order."""
+    for run in sides.values():
+        run()
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name in random.sample(list(sides), len(sides)):
+            time.sleep(0.02)  # threads that another side left spinning go to sleep
+            run, samples = sides[name], []
+            run()
+            end = time.perf_counter() + seconds
+            while not samples or time.perf_counter() < end:
+                start = time.perf_counter()
+                run()
+                samples.append(time.perf_counter() - start)
+            found[name].append(statistics.median(samples))
+    return {name: 1e6 * statistics.median(x) for name, x in found.items()}
+
+
+def show(
+    title: str, times: dict[str, float], goals: dict[str, tuple[str, str, str, float]]
+) -> None:
+    """One line of times, then each goal: (side, over, "<=" or ">=", bound)."""
+    print(f"{title:24}" + "  ".join(f"{name} {t:.1f}" for name, t in times.items()))
+    for text, (side, over, sense, bound) in goals.items():
+        ratio = times[side] / times[over]
+        kept = ratio <= bound if sense == "<=" else ratio >= bound
+        print(f"{'':24}{'ok  ' if kept else 'MISS'} {text}: {ratio:.2f} ({sense} {bound})")
+
+
+@contextlib.contextmanager
+def _caught(calls: list[Any]) -> Iterator[None]:
+    select = dispatch.select
+    dispatch.select = lambda problem, backend=None: (
+        lambda p, t: calls.append((select(problem, backend), p, t))
+    )
+    try:
+        yield
+    finally:
+        dispatch.select = select
+
+
+def kernel_of(call: Run) -> Run:
+    """The backend's function alone, with the arguments a public call gives it."""
+    calls: list[Any] = []
+    with _caught(calls):
+        call()
+    function, problem, tensors = calls[0]
+    return lambda: function(problem, tensors)
+
+
+def check(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    error = float((got.double() - want).norm() / want.norm())
+    assert error <= bound, f"relative error {error:.1e}"
+
+
+# -- inputs and peers ---------------------------------------------------------------------------
+
+
+def tokens(N: int, T: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    q, k = (torch.randn(N, T, HK, WIDTH).to(dtype) for _ in "qk")
+    k = functional.normalize(k, dim=-1)
+    v = torch.randn(N, T, HV, WIDTH).to(dtype)
+    return q, k, v, -0.05 * torch.rand(N, T, HV), torch.rand(N, T, HV)
+
+
+def exact(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> tuple[Any, Any]:
+    """The reference's output and state, in float64."""
+    wide = [y.double() for y in x]
+    return getattr(sluice, name)(*wide, state=state.double(), backend="reference")
+
+
+def onnx_session(node: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> Run:
+    """ONNX Runtime's kernel on given tensors, outputs written where they are bound."""
+    import numpy as np
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    def info(named: dict[str, torch.Tensor]) -> list[Any]:
+        return [
+            helper.make_tensor_value_info(n, TensorProto.FLOAT, list(x.shape))
+            for n, x in named.items()
+        ]
+
+    graph = helper.make_graph([node], "one", info(inputs), info(outputs))
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    binding = session.io_binding()
+    for n, x in inputs.items():
+        binding.bind_input(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
+    for n, x in outputs.items():
+        binding.bind_output(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
+    alive = (inputs, outputs)
+    return lambda: (session.run_with_iobinding(binding), alive)
+
+
+def onnx_attention(x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
+    """LinearAttention in place; its state is [N, HV, K, V]."""
+    from onnx import helper
+
+    q, k, v, g, beta = x
+    flat = dict(zip("qkv", (y.flatten(2) for y in (q, k, v)), strict=True))
+    node = helper.make_node(
+        "LinearAttention",
+        ["q", "k", "v", "s", "g", "b"],
+        ["o", "t"],
+        domain="com.microsoft",
+        q_num_heads=HK,
+        kv_num_heads=HV,
+        update_rule="gated_delta",
+    )
+    inputs = {**flat, "s": state, "g": g, "b": beta}
+    return onnx_session(node, inputs, {"o": torch.empty_like(flat["v"]), "t": state})
+
+
+def stock(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
+    """A torch function of transformers, with the repeats its layer makes."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    q, k, v, g, beta = x
+
+    def run() -> Any:
+        wide = (y.repeat_interleave(HV // HK, 2) for y in (q, k))
+        return getattr(qwen, name)(*wide, v, g, beta, initial_state=state, output_final_state=True)
+
+    return run
+
+
+# -- lines --------------------------------------------------------------------------------------
+
+
+def on_cpu(name: str, *args: Any, **options: Any) -> Run:
+    """A public call, on this backend."""
+    return partial(getattr(sluice, name), *args, backend="cpu", **options)
+
+
+def narrow(x: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The same tokens in bfloat16; gates stay float32."""
+    return (*(y.bfloat16() for y in x[:3]), *x[3:])
+
+
+def states(N: int) -> torch.Tensor:
+    return torch.randn(N, HV, WIDTH, WIDTH)
+
+
+def sequence_sides(op: str, x: tuple[torch.Tensor, ...], peer: str) -> dict[str, Run]:
+    """Every side of a decode or prefill line, after checking both dtypes."""
+    state, half = states(len(x[0])), narrow(x)
+    want = exact(op, x, state)
+    calls = [on_cpu(op, *y, state=state.clone(), out=torch.empty_like(y[2])) for y in (x, half)]
+    for call, bound in zip(calls, (1e-5, 1e-2), strict=True):
+        for got, exactly in zip(call(), want, strict=True):
+            check(got, exactly, bound)
+    return {
+        "kernel": kernel_of(calls[0]),
+        "bf16": kernel_of(calls[1]),
+        "call": calls[0],
+        "onnxruntime": onnx_attention(x, state.mT.contiguous()),
+        "transformers": stock(peer, x, state.mT.contiguous()),
+    }
+
+
+def decode() -> None:
+    for N in (1, 8, 32):
+        sides = sequence_sides("decode", tokens(N, 1), "torch_recurrent_gated_delta_rule")
+        sides["floor"] = floor(torch.ones(N, HV, WIDTH, WIDTH))
+        goals = {
+            "over the floor": ("kernel", "floor", "<=", 1.7 if N == 1 else 1.35),
+            "transformers": ("transformers", "kernel", ">=", 15.0),
+            "bf16 inputs": ("bf16", "kernel", "<=", 1.25),
+        }
+        if N == 1:
+            goals["ONNX Runtime in place"] = ("onnxruntime", "kernel", ">=", 2.0)
+        show(f"decode N={N}", medians(sides), goals)
+
+
+def prefill() -> None:
+    for T in (512, 2048):
+        sides = sequence_sides("prefill", tokens(1, T), "torch_chunk_gated_delta_rule")
+        goals = {
+            "transformers' chunks": ("transformers", "kernel", ">=", 4.0),
+            "ONNX Runtime": ("onnxruntime", "kernel", ">=", 1.7),
+            "bf16 inputs": ("bf16", "kernel", "<=", 1.25),
+        }
+        show(f"prefill T={T}", medians(sides, 7), goals)
+
+
+def step() -> None:
+    for N in (1, 8, 32):
+        weights = {
+            "conv_weight": 0.3 * torch.randn(CHANNELS, TAPS),
+            "A_log": torch.randn(HV),
+            "dt_bias": torch.randn(HV),
+            "norm_weight": torch.rand(WIDTH),
+            "conv_state": torch.randn(N, CHANNELS, TAPS - 1),
+            "state": states(N),
+        }
+        pairs = (
+            (torch.randn(N, CHANNELS), torch.randn(N, HV * WIDTH)),
+            (torch.randn(N, HV), torch.randn(N, HV)),
+        )
+        exactly = {name: x.double() for name, x in weights.items()}
+        wide = [tuple(y.double() for y in pair) for pair in pairs]
+        want = sluice.step(*wide, **exactly, backend="reference")
+        call = on_cpu("step", *pairs, **weights, out=torch.empty(N, HV * WIDTH))
+        check(call(), want, 1e-5)
+        x = tokens(N, 1)
+        bare = on_cpu("decode", *x, normalize_qk=True, state=states(N), out=torch.empty_like(x[2]))
+        sides = {"decode": kernel_of(bare), "step": kernel_of(call), "call": call}
+        goals = {"over bare decode": ("step", "decode", "<=", 1.3)} if N >= 8 else {}
+        show(f"step N={N}", medians(sides), goals)
+
+
+def verify() -> None:
+    for N in (8, 32):
+        x, one, state = tokens(N, 4), tokens(N, 1), states(N)
+        want = exact("decode", x, state)
+        draft_of = on_cpu("verify", *x, state=state, out=torch.empty_like(x[2]))
+        o, draft = draft_of()
+        commit = on_cpu("commit", draft, torch.full((N,), 4))
+        check(o, want[0], 1e-5)
+        check(commit(), want[1], 1e-5)
+        parts = kernel_of(draft_of), kernel_of(commit)
+        bare = on_cpu("decode", *one, state=states(N), out=torch.empty_like(one[2]))
+        sides = {
+            "decode": kernel_of(bare),
+            "verify": parts[0],
+            "commit": parts[1],
+            "both": partial(_each, parts),
+        }
+        goals = {"T=4 and commit over decode": ("both", "decode", "<=", 2.2)}
+        show(f"verify N={N}", medians(sides), goals)
+
+
+def _each(runs: tuple[Run, ...]) -> None:
+    for run in runs:
+        run()
+
+
+def _plain_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    padded = functional.pad(x, (TAPS - 1, 0))
+    y = functional.silu(functional.conv1d(padded, weight, bias, groups=CHANNELS))
+    return y.split([HK * WIDTH, HK * WIDTH, HV * WIDTH], 1)
+
+
+def conv() -> None:
+    from onnx import helper
+
+    for T in (512, 2048):
+        x, weight = torch.randn(1, T, CHANNELS), 0.3 * torch.randn(CHANNELS, TAPS)
+        bias, window = torch.randn(CHANNELS), torch.randn(1, CHANNELS, TAPS - 1)
+        given = (x, weight, bias)
+        gates = {"a": torch.randn(1, T, HV), "b": torch.randn(1, T, HV), "A_log": torch.randn(HV)}
+        heads = {"num_k_heads": HK, "num_v_heads": HV}
+        exactly = {name: y.double() for name, y in {**gates, "state": window}.items()}
+        want = sluice.conv_qkv(*(y.double() for y in given), **exactly, **heads)
+        sides: dict[str, Run] = {}
+        for name, inputs in (("kernel", given), ("bf16", (x.bfloat16(), weight, bias))):
+            call = on_cpu("conv_qkv", *inputs, state=window.clone(), **gates, **heads)
+            out = call()
+            for got, exact_one in zip(out, want, strict=True):
+                check(got, exact_one, 1e-5 if name == "kernel" else 1e-2)
+            sides[name] = kernel_of(partial(call, out=out))
+        first = x.mT.contiguous()
+        node = helper.make_node(
+            "CausalConvWithState",
+            ["x", "w", "c", "s"],
+            ["y", "t"],
+            domain="com.microsoft",
+            activation="silu",
+        )
+        bound = {"x": first, "w": weight[:, None], "c": bias, "s": window}
+        outputs = {"y": torch.empty_like(first), "t": torch.empty_like(window)}
+        sides["onnxruntime"] = onnx_session(node, bound, outputs)
+        sides["torch"] = partial(_plain_conv, first, weight[:, None], bias)
+        goals = {
+            "ONNX Runtime's conv alone": ("onnxruntime", "kernel", ">=", 6.0),
+            "torch conv1d and split": ("torch", "kernel", ">=", 3.0),
+            "bf16 inputs": ("bf16", "kernel", "<=", 1.25),
+        }
+        show(f"conv_qkv T={T}", medians(sides, 7), goals)
+
+
+def growth() -> None:
+    for T in (512, 4096, 32768, 65536):
+        x = tokens(1, T)
+        call = on_cpu("prefill", *x, state=states(1), out=torch.empty_like(x[2]))
+        print(f"prefill T={T:<6} {medians({'t': kernel_of(call)}, 3)['t'] / T:.2f} us a token")
+    for N in (8, 16, 32, 64, 128):
+        x = tokens(N, 1)
+        call = on_cpu("decode", *x, state=states(N), out=torch.empty_like(x[2]))
+        sides = {"floor": floor(torch.ones(N, HV, WIDTH, WIDTH)), "decode": kernel_of(call)}
+        each = {name: f"{t / N:.1f}" for name, t in medians(sides, 7).items()}
+        print(f"decode N={N:<4} us a sequence: {each}")
+
+
+START = """
+import time, torch
+start = time.perf_counter()
+import sluice
+x, v, g = torch.randn(1, 1, 16, 128), torch.randn(1, 1, 32, 128), torch.zeros(1, 1, 32)
+sluice.decode(x, x, v, g, g, state=torch.zeros(1, 32, 128, 128))
+print(f"import sluice and a first decode: {time.perf_counter() - start:.2f} s after import torch")
+"""
+COLD = """
+import tempfile, time, torch
+from numba.core import config
+config.CACHE_DIR = tempfile.mkdtemp()
+from sluice.backends import cpu
+start = time.perf_counter()
+cpu.warmup()
+print(f"all kernels compiled: {time.perf_counter() - start:.1f} s")
+"""
+
+
+def start() -> None:
+    for program in (START, START, COLD):  # the first call fills the cache, if it is empty
+        subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.DEVNULL)
+
+
+def main() -> None:
+    lines = {f.__name__: f for f in (decode, step, verify, prefill, conv, growth, start)}
+    wanted = sys.argv[1:] or list(lines)
+    torch.manual_seed(0)
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads,")
+    print(f"torch {torch.__version__}, float32, {HK}/{HV} heads, K = V = {WIDTH}; microseconds")
+    for name in wanted:
+        lines[name]()
+
+
+if __name__ == "__main__":
+    main()
