@@ -322,9 +322,10 @@ def _each(runs: tuple[Run, ...]) -> None:
 
 
 def _plain_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-    padded = functional.pad(x, (TAPS - 1, 0))
-    y = functional.silu(functional.conv1d(padded, weight, bias, groups=CHANNELS))
-    return y.split([HK * WIDTH, HK * WIDTH, HV * WIDTH], 1)
+    """What a layer does with torch: x [B, T, D] as it comes, and parts of the result [B, T, D]."""
+    padded = functional.pad(x.mT, (TAPS - 1, 0))
+    y = functional.silu(functional.conv1d(padded, weight, bias, groups=CHANNELS)).mT
+    return y.split([HK * WIDTH, HK * WIDTH, HV * WIDTH], -1)
 
 
 def conv() -> None:
@@ -337,7 +338,9 @@ def conv() -> None:
         gates = {"a": torch.randn(1, T, HV), "b": torch.randn(1, T, HV), "A_log": torch.randn(HV)}
         heads = {"num_k_heads": HK, "num_v_heads": HV}
         exactly = {name: y.double() for name, y in {**gates, "state": window}.items()}
-        want = sluice.conv_qkv(*(y.double() for y in given), **exactly, **heads)
+        want = sluice.conv_qkv(
+            *(y.double() for y in given), **exactly, **heads, backend="reference"
+        )
         sides: dict[str, Run] = {}
         for name, inputs in (("kernel", given), ("bf16", (x.bfloat16(), weight, bias))):
             call = on_cpu("conv_qkv", *inputs, state=window.clone(), **gates, **heads)
@@ -356,7 +359,7 @@ def conv() -> None:
         bound = {"x": first, "w": weight[:, None], "c": bias, "s": window}
         outputs = {"y": torch.empty_like(first), "t": torch.empty_like(window)}
         sides["onnxruntime"] = onnx_session(node, bound, outputs)
-        sides["torch"] = partial(_plain_conv, first, weight[:, None], bias)
+        sides["torch"] = partial(_plain_conv, x, weight[:, None], bias)
         goals = {
             "ONNX Runtime's conv alone": ("onnxruntime", "kernel", ">=", 6.0),
             "torch conv1d and split": ("torch", "kernel", ">=", 3.0),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.memory import read_int
-from sluice.backends.cpu.rows import fill, read_index, round_up, store_row
+from sluice.backends.cpu.rows import read_index
 
 NOWHERE = -1
 
@@ -35,16 +34,6 @@ def state_rows(p, seq):
     if p.has_state != 0 and read_int(p.has_state, seq, 1) == 0:
         read = NOWHERE
     return False, read, write
-
-
-@jit
-def zero_tokens(p, w, batch, start, count, head, groups):
-    """Zeros as the output of `count` tokens of the query heads of one value head."""
-    fill(w.o, round_up(p.V, BLOCK_V), 0.0)
-    at = batch * p.o_b + start * p.o_t + head * groups * p.o_h
-    for t in range(count):
-        for g in range(groups):
-            store_row(p.o, p.io, at + t * p.o_t + g * p.o_h, w.o, p.V)
 
 
 @jit

@@ -1,7 +1,8 @@
 """Decode and verify: one to eight tokens a sequence, on the state where it lies.
 
-One task is one value head of one sequence. A float32 state whose rows are whole vectors is read and
-written in place; any other goes block by block through float32 scratch, with the same operations.
+One task is a run of value heads of one sequence that share their key head. A float32 state whose
+rows are whole vectors is read and written in place; any other goes block by block through float32
+scratch, with the same operations.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sluice.backends.cpu.address import NOWHERE, span, state_rows, zero_tokens
-from sluice.backends.cpu.delta import BLOCK_V, MOST, block
+from sluice.backends.cpu.address import NOWHERE, span, state_rows
+from sluice.backends.cpu.delta import BLOCK_V, block
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
 from sluice.backends.cpu.llvm import F32, LANES
@@ -20,12 +21,10 @@ from sluice.backends.cpu.prepare import (
     KEY_DECAY,
     load_gates,
     load_key_gates,
-    load_tokens,
     make_work,
     operands,
-    padded_tokens,
 )
-from sluice.backends.cpu.rows import fill, load_row, round_up, store_row
+from sluice.backends.cpu.rows import round_up, store_row
 from sluice.backends.cpu.simd import pointer
 from sluice.backends.cpu.single import SINGLE, far, near
 from sluice.backends.cpu.state import (
@@ -35,6 +34,15 @@ from sluice.backends.cpu.state import (
     load_block,
     pass_through,
     store_block,
+)
+from sluice.backends.cpu.tokens import (
+    heads_together,
+    load_keys,
+    load_values,
+    query_groups,
+    share_keys,
+    store_outputs,
+    zero_outputs,
 )
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
@@ -144,25 +152,8 @@ def _keep_keys(p, w, token, head, m):
 
 
 @jit
-def task(p, w, seq, head):
-    """One value head of one sequence."""
-    padding, read, write = state_rows(p, seq)
-    batch, start, m = span(p, seq)
-    groups = max(p.HQ // p.HV, 1)
-    if p.cu != 0 and seq == p.N - 1:
-        zero_tokens(p, w, 0, start + m, p.T - start - m, head, groups)
-    if padding:
-        zero_tokens(p, w, batch, start, m, head, groups)
-        return
-    if p.draft_d != 0:
-        write = NOWHERE
-    if m == 0:
-        pass_through(p, w, read, write, head)
-        return
-    head_q = head * groups if p.HQ >= p.HV else head // (p.HV // p.HQ)
-    head_k = head // (p.HV // p.HK)
-    k_at = batch * p.k_b + start * p.k_t + head_k * p.k_h
-    load_tokens(p, w, k_at, batch * p.q_b + start * p.q_t + head_q * p.q_h, m, groups)
+def _head(p, w, batch, start, m, groups, read, write, head):
+    """All tokens of one value head whose keys and queries are loaded."""
     g_at = batch * p.g_b + start * p.g_t + head * p.g_h
     beta_at = batch * p.beta_b + start * p.beta_t + head * p.beta_h
     load_gates(p, w, 0, g_at, beta_at, head, m)
@@ -171,34 +162,45 @@ def task(p, w, seq, head):
     token = batch * p.T + start
     if p.draft_d != 0:
         _keep_keys(p, w, token, head, m)
-    ld_v = round_up(p.V, BLOCK_V)
-    for t in range(padded_tokens(m)):
-        if t < m:
-            at = batch * p.v_b + (start + t) * p.v_t + head * p.v_h
-            load_row(w.v + t * ld_v, p.v, p.io, at, p.V)
-        else:
-            fill(w.v + t * ld_v, ld_v, 0.0)
+    load_values(p, w, batch, start, head, m)
     operands(p, w, w.alpha, m, groups, write != NOWHERE)
     run_head(p, w, read, write, head, token, m, groups)
-    at = batch * p.o_b + start * p.o_t + head * groups * p.o_h
-    for g in range(groups):
-        for t in range(m):
-            row = w.o + (g * MOST + t) * ld_v
-            store_row(p.o, p.io, at + g * p.o_h + t * p.o_t, row, p.V)
+    store_outputs(p, w, batch, start, head, m, groups)
+
+
+@jit
+def task(p, w, seq, first):
+    """The value heads `first` to `first + group` of one sequence."""
+    padding, read, write = state_rows(p, seq)
+    batch, start, m = span(p, seq)
+    groups, shared = query_groups(p), share_keys(p)
+    if p.draft_d != 0:
+        write = NOWHERE
+    for head in range(first, first + p.group):
+        if p.cu != 0 and seq == p.N - 1:
+            zero_outputs(p, w, 0, start + m, p.T - start - m, head, groups)
+        if padding:
+            zero_outputs(p, w, batch, start, m, head, groups)
+        elif m == 0:
+            pass_through(p, w, read, write, head)
+        else:
+            if head == first or not shared:
+                load_keys(p, w, batch, start, head, m, groups)
+            _head(p, w, batch, start, m, groups, read, write, head)
 
 
 def _make(version: str) -> Callable[[Any], None]:
     def decode_kernel(block):
         _ = version
         p = view(block)
-        groups = max(p.HQ // p.HV, 1)
-        w, memory = make_work(p.K, p.V, groups, 1, block_floats(p))
-        first = first_range(p)
+        w, memory = make_work(p.K, p.V, query_groups(p), 1, block_floats(p))
+        runs = p.HV // p.group
+        own = first_range(p)
         for other in range(p.threads):
-            part = (first + other) % p.threads
+            part = (own + other) % p.threads
             i = claim(p, part)
             while i >= 0:
-                task(p, w, i // p.HV, i % p.HV)
+                task(p, w, i // runs, i % runs * p.group)
                 i = claim(p, part)
         release(memory)
 
@@ -210,7 +212,8 @@ KERNEL = Kernel("decode", PARAMS, _make)
 
 def decode(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``decode`` (and ``verify``, which keeps a draft instead of the state)."""
-    params, _alive = delta_block(p, t)
-    KERNEL(params, p.N * p.HV)
+    group = heads_together(p.N, p.HK, p.HV)
+    params, _alive = delta_block(p, t, group)
+    KERNEL(params, p.N * p.HV // group)
     if p.varlen and p.N == 0:
         t.out.zero_()

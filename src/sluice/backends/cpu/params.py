@@ -148,13 +148,16 @@ def _delta_constants(p: DeltaProblem) -> dict[str, Any]:
         "every": p.checkpoint_every,
         "pad": p.rows.pad_slot,
         "scale": p.scale,
-        "group": 1,
     }
 
 
-def delta_block(p: DeltaProblem, t: DeltaTensors) -> tuple[Block, object]:
-    """The block of ``prefill``, ``decode`` and ``verify``, and tensors to keep alive with it."""
+def delta_block(p: DeltaProblem, t: DeltaTensors, group: int) -> tuple[Block, object]:
+    """The block of ``prefill``, ``decode`` and ``verify``, and tensors to keep alive with it.
+
+    A task takes ``group`` value heads.
+    """
     block = _block(p, _delta_constants)
+    _put1(block, GROUP, group)
     q, k, v, g, beta, A_log, dt_bias, state, rows, slots, _, out, *drafts = t
     if p.decay == "key":
         assert g is not None
@@ -174,11 +177,6 @@ def delta_block(p: DeltaProblem, t: DeltaTensors) -> tuple[Block, object]:
         _put3(block, DRAFTS, *(0 if x is None else x.data_ptr() for x in drafts))
     kept = _set_checkpoints(block, t) if slots is not None else None
     return block, (_set_rows(block, rows, p.rows.pad_slot), g, dt_bias, kept)
-
-
-def set_group(block: Block, heads: int) -> None:
-    """How many value heads a task of ``prefill`` takes."""
-    _put1(block, GROUP, heads)
 
 
 def _commit_constants(p: CommitProblem) -> dict[str, Any]:

@@ -11,28 +11,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from sluice.backends.cpu.address import NOWHERE, span, state_rows, zero_tokens
+from sluice.backends.cpu.address import NOWHERE, span, state_rows
 from sluice.backends.cpu.checkpoints import checkpoint, columns
 from sluice.backends.cpu.delta import BLOCK_V, MOST, block
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.memory import address_of, release
-from sluice.backends.cpu.params import PARAMS, delta_block, set_group
+from sluice.backends.cpu.params import PARAMS, delta_block
 from sluice.backends.cpu.prepare import (
     GATES,
     KEY_DECAY,
     load_gates,
     load_key_gates,
-    load_tokens,
     make_work,
     operands,
-    padded_tokens,
 )
-from sluice.backends.cpu.rows import fill, load_row, prefetch_row, round_up, store_row
+from sluice.backends.cpu.rows import load_row, prefetch_row, round_up
 from sluice.backends.cpu.state import head_at, load_tile, store_tile
+from sluice.backends.cpu.tokens import (
+    heads_together,
+    load_keys,
+    load_values,
+    query_groups,
+    share_keys,
+    store_outputs,
+    zero_outputs,
+)
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
@@ -74,47 +79,23 @@ def _blocks(p, w, beta, tile, m, groups, batch, token, head):
 
 
 @jit
-def _load_keys(p, w, batch, token, head, m, groups):
-    head_q = head * groups if p.HQ >= p.HV else head // (p.HV // p.HQ)
-    head_k = head // (p.HV // p.HK)
-    k_at = batch * p.k_b + token * p.k_t + head_k * p.k_h
-    load_tokens(p, w, k_at, batch * p.q_b + token * p.q_t + head_q * p.q_h, m, groups)
-
-
-@jit
 def _advance(p, w, tile, gate, batch, token, head, m, groups):
     """m tokens of one head whose rows of k and q are loaded: outputs to w.o, the state to tile."""
     if p.decay == KEY_DECAY:
         load_key_gates(p, w, batch * p.g_b + token * p.g_t + head * p.g_h, head, m)
-    ld_v = round_up(p.V, BLOCK_V)
-    for t in range(padded_tokens(m)):
-        if t < m:
-            at = batch * p.v_b + (token + t) * p.v_t + head * p.v_h
-            load_row(w.v + t * ld_v, p.v, p.io, at, p.V)
-        else:
-            fill(w.v + t * ld_v, ld_v, 0.0)
+    load_values(p, w, batch, token, head, m)
     operands(p, w, w.alpha + gate, m, groups, True)
     _blocks(p, w, w.beta + gate, tile, m, groups, batch, token, head)
 
 
 @jit
-def _store_outputs(p, w, batch, token, head, m, groups):
-    ld_v = round_up(p.V, BLOCK_V)
-    at = batch * p.o_b + token * p.o_t + head * groups * p.o_h
-    for g in range(groups):
-        for t in range(m):
-            row = w.o + (g * MOST + t) * ld_v
-            store_row(p.o, p.io, at + g * p.o_h + t * p.o_t, row, p.V)
-
-
-@jit
-def _keep_after(p, tile, seq, tokens, head):
+def _keep_after(p, w, tile, seq, tokens, head):
     """Store a head's state at every checkpoint after exactly `tokens` tokens."""
     begin, end = columns(p, tokens - 1, tokens)
     for column in range(begin, end):
         count, slot = checkpoint(p, seq, column)
         if count == tokens and slot > p.pad:
-            store_tile(p, tile, head_at(p, slot, head))
+            store_tile(p, w, tile, head_at(p, slot, head))
 
 
 @jit
@@ -128,12 +109,12 @@ def _keep_inside(p, w, tile, gate, seq, batch, start, t0, head, m, groups):
         if t0 < count < t0 + m and slot > p.pad:
             spare = w.tile + p.group * size
             load_row(spare, address_of(tile), F32, 0, size)
-            _load_keys(p, w, batch, start + t0, head, count - t0, groups)
+            load_keys(p, w, batch, start + t0, head, count - t0, groups)
             _advance(p, w, spare, gate, batch, start + t0, head, count - t0, groups)
-            store_tile(p, spare, head_at(p, slot, head))
+            store_tile(p, w, spare, head_at(p, slot, head))
             copied = True
     if copied:
-        _load_keys(p, w, batch, start + t0, head, m, groups)
+        load_keys(p, w, batch, start + t0, head, m, groups)
 
 
 @jit
@@ -141,18 +122,17 @@ def task(p, w, seq, first):
     """The value heads `first` to `first + group` of one sequence."""
     padding, read, write = state_rows(p, seq)
     batch, start, T = span(p, seq)
-    groups = max(p.HQ // p.HV, 1)
+    groups, shared = query_groups(p), share_keys(p)
     size = round_up(p.V, BLOCK_V) * p.K
-    shares = p.HK % p.HQ == 0  # heads of a key head then share their query head too
     for head in range(first, first + p.group):
         if p.cu != 0 and seq == p.N - 1:
-            zero_tokens(p, w, 0, start + T, p.T - start - T, head, groups)
+            zero_outputs(p, w, 0, start + T, p.T - start - T, head, groups)
         if padding:
-            zero_tokens(p, w, batch, start, T, head, groups)
+            zero_outputs(p, w, batch, start, T, head, groups)
         else:
-            load_tile(p, w.tile + (head - first) * size, head_at(p, read, head), read == NOWHERE)
+            load_tile(p, w, w.tile + (head - first) * size, head_at(p, read, head), read == NOWHERE)
             if p.checkpoints != 0 and p.positions != 0:
-                _keep_after(p, w.tile + (head - first) * size, seq, 0, head)
+                _keep_after(p, w, w.tile + (head - first) * size, seq, 0, head)
     if padding:
         return
     for t0 in range(0, T, MOST):
@@ -166,27 +146,26 @@ def task(p, w, seq, first):
                 g_at = batch * p.g_b + token * p.g_t + head * p.g_h
                 beta_at = batch * p.beta_b + token * p.beta_t + head * p.beta_h
                 load_gates(p, w, gate, g_at, beta_at, head, min(GATES, T - t0))
-            if i == 0 or not shares:
-                _load_keys(p, w, batch, token, head, m, groups)
+            if i == 0 or not shared:
+                load_keys(p, w, batch, token, head, m, groups)
             if p.checkpoints != 0:
                 _keep_inside(p, w, tile, gate, seq, batch, start, t0, head, m, groups)
             _advance(p, w, tile, gate, batch, token, head, m, groups)
-            _store_outputs(p, w, batch, token, head, m, groups)
+            store_outputs(p, w, batch, token, head, m, groups)
             if p.checkpoints != 0:
-                _keep_after(p, tile, seq, t0 + m, head)
+                _keep_after(p, w, tile, seq, t0 + m, head)
     if write != NOWHERE:
         for head in range(first, first + p.group):
-            store_tile(p, w.tile + (head - first) * size, head_at(p, write, head))
+            store_tile(p, w, w.tile + (head - first) * size, head_at(p, write, head))
 
 
 def _make(version: str) -> Callable[[Any], None]:
     def prefill_kernel(block):
         _ = version
         p = view(block)
-        groups = max(p.HQ // p.HV, 1)
         tiles = p.group + (1 if p.checkpoints != 0 else 0)
         size = round_up(p.V, BLOCK_V) * p.K
-        w, memory = make_work(p.K, p.V, groups, p.group, tiles * size)
+        w, memory = make_work(p.K, p.V, query_groups(p), p.group, tiles * size)
         runs = p.HV // p.group
         first = first_range(p)
         for other in range(p.threads):
@@ -206,16 +185,7 @@ KERNEL = Kernel("prefill", PARAMS, _make)
 def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``prefill``."""
     group = heads_together(p.N, p.HK, p.HV)
-    params, _alive = delta_block(p, t)
-    set_group(params, group)
+    params, _alive = delta_block(p, t, group)
     KERNEL(params, p.N * p.HV // group)
     if p.varlen and p.N == 0:
         t.out.zero_()
-
-
-def heads_together(N: int, HK: int, HV: int) -> int:
-    """Value heads a task takes: those of a key head if that leaves enough tasks for all threads."""
-    ratio = HV // HK
-    if 2 * torch.get_num_threads() <= N * HK:
-        return ratio
-    return 1

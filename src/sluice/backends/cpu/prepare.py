@@ -24,7 +24,9 @@ L2_EPS = 1e-6
 HEADER = 256  # bytes: room for the record
 NO_DECAY, HEAD_DECAY, KEY_DECAY = 0, 1, 2
 
-work = record("work", "end", pointers="x raw w lam lams kk qk a p g alpha beta ak v o y d tile")
+work = record(
+    "work", "end", pointers="x raw w lam lams kk qk a p g alpha beta ak v o y d block tile"
+)
 
 
 @jit
@@ -56,6 +58,7 @@ def lay_out(w, address, K, V, groups, heads, tile):
     w.o = _take(w, groups * MOST * Vp)  # [G, 8, V]
     w.y = _take(w, (1 + groups) * MOST * max(BLOCK_V, Vp))  # [1 + G, M, block]
     w.d = _take(w, MOST * max(BLOCK_V, Vp))  # [M, block]
+    w.block = _take(w, BLOCK_V * Kp)  # a block of the state as it is stored
     w.tile = _take(w, tile)  # the state or a block of it
     return w.end
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from sluice.backends.cpu.address import NOWHERE
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.llvm import BF16, F16, F32, LANES
+from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.rows import fill, load_row, read, round_up, store_row, write
-from sluice.backends.cpu.simd import get, pointer, put
+from sluice.backends.cpu.simd import get, put
 from sluice.backends.cpu.tiles import load_rows, store_rows, transposed
 
 
@@ -86,57 +86,36 @@ def pass_through(p, w, read, write, head):
 
 
 @jit
-def _square_in(tile, source, K, row_stride):
+def _turned_in(tile, block, K):
     """[BLOCK_V, K] to [K, BLOCK_V], in squares of LANES."""
     for i in range(0, K, LANES):
         for r in range(0, BLOCK_V, LANES):
-            square = transposed(load_rows(source, r * row_stride + i, row_stride, LANES))
+            square = transposed(load_rows(block, r * K + i, K, LANES))
             store_rows(tile, i * BLOCK_V + r, BLOCK_V, square)
 
 
 @jit
-def _square_out(target, tile, K, row_stride):
+def _turned_out(block, tile, K):
     for r in range(0, BLOCK_V, LANES):
         for i in range(0, K, LANES):
             square = transposed(load_rows(tile, i * BLOCK_V + r, BLOCK_V, LANES))
-            store_rows(target, r * row_stride + i, row_stride, square)
+            store_rows(block, r * K + i, K, square)
 
 
 @jit
-def _columns_in(tile, source, K, V):
-    """[K, V] to [blocks of V, K, BLOCK_V], read in order."""
-    for i in range(K):
-        for v in range(0, V, BLOCK_V):
-            store_rows(tile, v * K + i * BLOCK_V, LANES, load_rows(source, i * V + v, LANES, 2))
-
-
-@jit
-def load_tile(p, tile, at, fresh):
+def load_tile(p, w, tile, at, fresh):
     """A whole head's state as a tile; zeros if fresh."""
     K, V = p.K, p.V
     if fresh:
         fill(tile, round_up(V, BLOCK_V) * K, 0.0)
         return
-    if p.kv and V % BLOCK_V == 0:
-        if p.state_code == F32:
-            _columns_in(tile, pointer(p.state, F32) + at, K, V)
-        elif p.state_code == BF16:
-            _columns_in(tile, pointer(p.state, BF16) + at, K, V)
-        else:
-            _columns_in(tile, pointer(p.state, F16) + at, K, V)
-        return
     for v0 in range(0, V, BLOCK_V):
         part = tile + v0 * K
         if p.kv:
             load_block(p, part, at, v0, False)
-        elif K % LANES == 0 and v0 + BLOCK_V <= V:
-            where = at + v0 * K
-            if p.state_code == F32:
-                _square_in(part, pointer(p.state, F32) + where, K, K)
-            elif p.state_code == BF16:
-                _square_in(part, pointer(p.state, BF16) + where, K, K)
-            else:
-                _square_in(part, pointer(p.state, F16) + where, K, K)
+        elif K % LANES == 0:
+            load_block(p, w.block, at, v0, False)
+            _turned_in(part, w.block, K)
         else:
             fill(part, K * BLOCK_V, 0.0)
             for r in range(min(BLOCK_V, V - v0)):
@@ -146,21 +125,16 @@ def load_tile(p, tile, at, fresh):
 
 
 @jit
-def store_tile(p, tile, at):
+def store_tile(p, w, tile, at):
     """The way back, rounding once."""
     K, V = p.K, p.V
     for v0 in range(0, V, BLOCK_V):
         part = tile + v0 * K
         if p.kv:
             store_block(p, part, at, v0)
-        elif K % LANES == 0 and v0 + BLOCK_V <= V:
-            where = at + v0 * K
-            if p.state_code == F32:
-                _square_out(pointer(p.state, F32) + where, part, K, K)
-            elif p.state_code == BF16:
-                _square_out(pointer(p.state, BF16) + where, part, K, K)
-            else:
-                _square_out(pointer(p.state, F16) + where, part, K, K)
+        elif K % LANES == 0:
+            _turned_out(w.block, part, K)
+            store_block(p, w.block, at, v0)
         else:
             for r in range(min(BLOCK_V, V - v0)):
                 for i in range(K):

@@ -26,7 +26,15 @@ from sluice.backends.cpu.prepare import (
     operands,
     padded_tokens,
 )
-from sluice.backends.cpu.rows import copy_row, fill, fill_tail, load_row, round_up, store_row
+from sluice.backends.cpu.rows import (
+    copy_row,
+    fill,
+    fill_tail,
+    load_row,
+    prefetch_row,
+    round_up,
+    store_row,
+)
 from sluice.backends.cpu.simd import get, pointer, put
 from sluice.backends.cpu.state import block_floats
 from sluice.backends.cpu.window import (
@@ -55,18 +63,33 @@ def _channels(p, key, part):
 
 
 @jit
+def _inputs_at(p, seq, key, part):
+    """The element of x where those channels of the first token begin."""
+    if p.interleaved:
+        return seq * p.x_b + key * (2 * p.K + 2 * p.HV // p.HK * p.V) + part * p.K
+    return seq * p.x_b + _channels(p, key, part)[0]
+
+
+@jit
 def _load_inputs(p, c, seq, key, read, write):
     """Windows and tokens of a key head's channels; the windows go on to their write slot."""
-    ratio = p.HV // p.HK
     for part in range(3):
         first, count, column = _channels(p, key, part)
-        at = seq * p.x_b + first
-        if p.interleaved:
-            at = seq * p.x_b + key * (2 * p.K + 2 * ratio * p.V) + part * p.K
+        at = _inputs_at(p, seq, key, part)
         load_window(p, c, column, read, first, count, read == NOWHERE)
         load_lines(p, c, c.front, column, at, p.T, count)
         if write != NOWHERE:
             store_window(p, c, column, p.T, write, first, count)
+
+
+@jit
+def _prefetch_inputs(p, seq, slot, key):
+    """Ask for the windows and tokens of the key head that comes next."""
+    for part in range(3):
+        first, count, _column = _channels(p, key, part)
+        at = slot * p.conv_p + first * p.conv_d
+        prefetch_row(p.conv, p.conv_code, at, count * p.L if p.conv_d != 1 else count)
+        prefetch_row(p.x, p.io, _inputs_at(p, seq, key, part), count)
 
 
 @jit
@@ -123,6 +146,8 @@ def task(p, w, c, extra, taps, seq, key):
         return
     _use_taps(p, c, taps, key)
     _load_inputs(p, c, seq, key, read, write)
+    if key + 1 < p.HK:
+        _prefetch_inputs(p, seq, max(read, 0), key + 1)
     here = address_of(c.bias)  # nothing to ask for: the lines are short
     convolve(p, c, m, c.width, here, 0, here, 0)
     for t in range(m):

@@ -33,7 +33,7 @@ from sluice.backends.cpu.vmath import vsilu
 TOKENS = 16  # tokens of a unit
 HEADER = 128  # bytes: room for the record
 
-lines = record("lines", "end front width", pointers="x y weight bias")
+lines = record("lines", "end front width", pointers="x y weight bias turned")
 
 
 @jit
@@ -51,6 +51,7 @@ def _lay_out(c, address, width, front, W):
     c.y = _take(c, TOKENS * width)  # [TOKENS, width] results
     c.weight = _take(c, W * width)  # [W, width]
     c.bias = _take(c, width)  # [width]
+    c.turned = _take(c, TOKENS * width)  # [width, TOKENS], where tokens are contiguous
     return c.end
 
 
@@ -252,10 +253,10 @@ def load_lines(p, c, line, column, at, tokens, count):
         done = count - count % LANES
         if p.io == F32:
             _squares_in(x, ld, pointer(p.x, F32) + at, p.x_d, done)
-        elif p.io == BF16:
-            _squares_in(x, ld, pointer(p.x, BF16) + at, p.x_d, done)
         else:
-            _squares_in(x, ld, pointer(p.x, F16) + at, p.x_d, done)
+            for i in range(done):
+                load_row(c.turned + i * TOKENS, p.x, p.io, at + i * p.x_d, TOKENS)
+            _squares_in(x, ld, c.turned, TOKENS, done)
     for i in range(done, count):
         for t in range(tokens):
             put(x, t * ld + i, read(p.x, p.io, at + i * p.x_d + t * p.x_t))
@@ -274,10 +275,10 @@ def store_lines(p, c, at, tokens, count):
         done = count - count % LANES
         if p.io == F32:
             _squares_out(pointer(p.y, F32) + at, y, ld, p.y_d, done)
-        elif p.io == BF16:
-            _squares_out(pointer(p.y, BF16) + at, y, ld, p.y_d, done)
         else:
-            _squares_out(pointer(p.y, F16) + at, y, ld, p.y_d, done)
+            _squares_out(c.turned, y, ld, TOKENS, done)
+            for i in range(done):
+                store_row(p.y, p.io, at + i * p.y_d, c.turned + i * TOKENS, TOKENS)
     for i in range(done, count):
         for t in range(tokens):
             write(p.y, p.io, at + i * p.y_d + t * p.y_t, get(y, t * ld + i))
