@@ -6,6 +6,7 @@ WORKERS     ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
+GPU_WORKERS ?= 12
 GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d
 RESULTS     ?= benchmarks/results
 
@@ -17,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test lint format clean
+.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,8 +38,21 @@ bench-gpu:  ## every operator beside the peers found, on this GPU, in under eigh
 bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs from the results
 	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
 
-test: $(VENV)/.dev-stamp  ## the whole test suite and the docstring examples
+test: $(VENV)/.dev-stamp  ## the whole test suite; then the GPU kernels in Triton's interpreter
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
+	  tests/test_contract.py tests/gpu/test_bits.py
+
+# With the Python that has torch for the GPU, as bench-gpu.
+test-gpu:  ## the contract in every dtype and what is promised on a GPU, on this GPU
+	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
+	  --deselect tests/gpu/test_cross_compile.py $(PYTEST_ARGS)
+
+sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
+	    --error-exitcode 1 --print-limit 5 $(PYTHON) -m tests.gpu.every_kernel || exit 1; \
+	done
 
 lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

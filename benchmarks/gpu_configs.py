@@ -32,6 +32,7 @@ HK, HV, K, V = 16, 32, 128, 128
 D = 2 * HK * K + HV * V
 FP32, BF16 = torch.float32, torch.bfloat16
 SHORT = {FP32: "fp32", BF16: "bf16"}
+LARGE = (1, 8, 32, 64, 128, 256)
 Call = Callable[[], Any]
 
 
@@ -165,13 +166,13 @@ def brief(config: Config | None) -> str:
 
 def decode_rows(op: str, sizes: tuple[int, ...], T: int) -> Iterator[str]:
     pieces = {
-        FP32: ((2, 8, 32), (2, 16, 32), (1, 4, 128), (1, 8, 128), (1, 16, 128)),
-        BF16: ((2, 16, 32), (2, 32, 32), (1, 8, 128), (1, 16, 128), (1, 32, 128)),
+        FP32: ((2, 8, 32), (2, 16, 32), (2, 8, 128), (1, 8, 128)),
+        BF16: ((2, 16, 32), (1, 8, 64), (1, 16, 64), (2, 16, 64), (1, 16, 128)),
     }
     if T > 1:
         pieces = {
-            FP32: ((2, 32, 32), (2, 64, 32), (1, 16, 128), (1, 32, 128)),
-            BF16: ((2, 32, 32), (2, 64, 32), (1, 16, 128), (1, 32, 128)),
+            FP32: ((2, 32, 32), (2, 64, 32)),
+            BF16: ((2, 64, 32), (1, 16, 64), (1, 32, 64), (2, 64, 64), (1, 32, 128)),
         }
     for state in (FP32, BF16):
         found: list[Config | None] = [None]
@@ -181,10 +182,9 @@ def decode_rows(op: str, sizes: tuple[int, ...], T: int) -> Iterator[str]:
         for config in found:
             with contextlib.ExitStack() as stack:
                 if config is not None:
-                    for table in (configs.DECODE, configs.DRAFT):
-                        row = Row(ANY, config)
-                        row = (row,) if table is configs.DECODE else row
-                        stack.enter_context(replaced(table, ("vk", state.itemsize), row))
+                    key = "vk", state.itemsize
+                    stack.enter_context(replaced(configs.DECODE, key, (Row(ANY, config),)))
+                    stack.enter_context(replaced(configs.DRAFT, key, config))
                 times = {N: time_layer(op, N, state, T) for N in sizes}
             rates = (
                 f"{N}: {t:.2f} ({state_bytes(N, state) / t / 1e6:.2f})" for N, t in times.items()
@@ -247,20 +247,12 @@ def time_conv_qkv(T: int) -> float:
 
 
 def conv_rows(sizes: tuple[int, ...]) -> Iterator[str]:
+    cuts = ((4, 16), (4, 32), (8, 32), (4, 64), (8, 64), (8, 128))
     choices: list[Config | None] = [None]
-    choices += [
-        Config(num_warps=1, BLOCK_T=rows, CHUNK=chunk)
-        for rows, chunk in (
-            (4, 16),
-            (8, 16),
-            (4, 32),
-            (8, 32),
-            (4, 64),
-            (8, 64),
-            (8, 128),
-            (16, 64),
-        )
-    ]
+    for fused in (False, True):
+        choices += [
+            Config(num_warps=1, BLOCK_T=t, CHUNK=chunk, fp_fusion=fused) for t, chunk in cuts
+        ]
     for config in choices:
         rows = configs.CONV_QKV if config is None else (Row(ANY, config),)
         with replaced(configs, "CONV_QKV", rows):
@@ -350,12 +342,12 @@ def main() -> None:
     sweeps = {
         "check": lambda: check_rows(options.part),
         "copy": lambda: copy_rows((1, 128) if few else (1, 8, 64, 128, 256)),
-        "decode": lambda: decode_rows(
-            "decode", (1, 8, 128) if few else (1, 8, 32, 64, 128, 256), 1
+        "decode": lambda: decode_rows("decode", (1, 8, 128) if few else LARGE, 1),
+        "verify": lambda: decode_rows("verify", (1, 64, 256) if few else (1, 16, 64, 256), 4),
+        "step": lambda: step_rows((1, 16, 64, 256) if few else (1, 4, 16, 64, 256)),
+        "conv_qkv": lambda: conv_rows(
+            (4096, 8192, 16384) if few else (512, 2048, 4096, 8192, 16384)
         ),
-        "verify": lambda: decode_rows("verify", (64,) if few else (1, 16, 64, 256), 4),
-        "step": lambda: step_rows((1, 16, 64) if few else (1, 4, 16, 64, 256)),
-        "conv_qkv": lambda: conv_rows((4096,) if few else (512, 2048, 4096, 8192, 16384)),
     }
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     print(f"{torch.cuda.get_device_name()}, {versions}, sluice {sluice.__version__}", flush=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
-from hypothesis import HealthCheck, settings
 
 from sluice.testing.inputs import nan_empty
 
-settings.register_profile(
-    "sluice",
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("sluice")
+with contextlib.suppress(ModuleNotFoundError):  # a GPU machine may do without; no GPU test needs it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "sluice",
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("sluice")
 
 
 @pytest.fixture(autouse=True)

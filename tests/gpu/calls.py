@@ -73,7 +73,9 @@ class Model:
         )
 
     def packed(self, T: int) -> dict[str, Any]:
-        bounds = torch.tensor([0, 1, T], dtype=torch.int32, device=self.device)
+        bounds = self.slots.new_zeros(3)  # a tensor made from a list would wait for the device
+        bounds[1:2].fill_(1)
+        bounds[2:].fill_(T)
         known = torch.ones(2, dtype=torch.bool, device=self.device)
         rows = {"slots": self.slots, "has_state": known, "cu_seqlens": bounds}
         return {"x": self.zeros(T, self.D), "weight": self.weight, "state": self.window, **rows}

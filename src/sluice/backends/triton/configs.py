@@ -54,10 +54,12 @@ DECODE: dict[tuple[str, int], tuple[Row, ...]] = {
     ("kv", 4): (Row(ANY, Config(num_warps=1, BLOCK_V=16, C=16)),),
     ("kv", 2): (Row(ANY, Config(num_warps=1, BLOCK_V=32, C=16)),),
 }
-# the same with more than one token: what a token costs a program is shared by more rows
-DRAFT: dict[tuple[str, int], Row] = {
-    ("vk", 4): Row(ANY, Config(num_warps=2, BLOCK_V=64, C=32)),
-    ("vk", 2): Row(ANY, Config(num_warps=1, BLOCK_V=16, C=128)),
+# The same with more than one token, from DRAFT_FROM states on: what a token costs a program is
+# shared by more rows.
+DRAFT_FROM = 257
+DRAFT: dict[tuple[str, int], Config] = {
+    ("vk", 4): Config(num_warps=2, BLOCK_V=64, C=32),
+    ("vk", 2): Config(num_warps=1, BLOCK_V=32, C=128),
 }
 # commit: channels of a conv window that one program moves
 WINDOW_CHANNELS = 256
@@ -69,8 +71,8 @@ def decode(
     """The row for ``states`` = N·HV states; keys beyond 128 halve the rows a program holds."""
     key = state_layout, state_dtype.itemsize
     config = _pick(DECODE[key], states)
-    if tokens > 1 and key in DRAFT and states > DECODE[key][0].limit:
-        config = DRAFT[key].config
+    if tokens > 1 and key in DRAFT and states >= DRAFT_FROM:
+        config = DRAFT[key]
     rows = min(config.BLOCK_V, _power_of_two(V))
     if K > 128:
         rows = max(1, rows // 2)
@@ -90,12 +92,11 @@ def conv(D: int, tokens: int) -> Config:
     return config._replace(BLOCK_D=min(config.BLOCK_D, _power_of_two(D)))
 
 
-# conv_qkv; the unit is the tokens of the call. One warp: the order of the norm's sum is its lanes'.
-# Chosen by arithmetic (two kilobytes under way a warp, sixteen warps an SM), not yet measured.
+# conv_qkv; the unit is the tokens of the call. H200, 2026-11-15.
+# One warp in every row: the order of the norm's sum is its lanes'.
 CONV_QKV: tuple[Row, ...] = (
-    Row(1024, Config(num_warps=1, BLOCK_T=8, CHUNK=16)),
-    Row(4096, Config(num_warps=1, BLOCK_T=8, CHUNK=32)),
-    Row(ANY, Config(num_warps=1, BLOCK_T=8, CHUNK=64)),
+    Row(8192, Config(num_warps=1, BLOCK_T=4, CHUNK=16, fp_fusion=True)),
+    Row(ANY, Config(num_warps=1, BLOCK_T=4, CHUNK=32, fp_fusion=True)),
 )
 
 
