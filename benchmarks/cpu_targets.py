@@ -13,16 +13,21 @@ function, "call" the public one with its checks around it.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from torch.nn import functional
 
@@ -368,17 +373,33 @@ def conv() -> None:
         show(f"conv_qkv T={T}", medians(sides, 7), goals)
 
 
+def megabytes_more(run: Run) -> float:
+    """How far the resident memory rises above where it stood, while a call runs."""
+
+    def resident(line: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(rf"^{line}:\s+(\d+) kB", status, re.MULTILINE)[0])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = resident("VmRSS")
+    run()
+    return (resident("VmHWM") - before) / 1024
+
+
 def growth() -> None:
     for T in (512, 4096, 32768, 65536):
         x = tokens(1, T)
-        call = on_cpu("prefill", *x, state=states(1), out=torch.empty_like(x[2]))
-        print(f"prefill T={T:<6} {medians({'t': kernel_of(call)}, 3)['t'] / T:.2f} us a token")
+        call = on_cpu("prefill", *x, state=states(1), out=x[2].clone())
+        more = megabytes_more(call)  # of a first call: later ones find the scratch memory there
+        each = medians({"t": kernel_of(call)}, 5)["t"] / T
+        print(f"prefill T={T:<6} {each:.2f} us a token, {more:.1f} MB more memory")
     for N in (8, 16, 32, 64, 128):
         x = tokens(N, 1)
-        call = on_cpu("decode", *x, state=states(N), out=torch.empty_like(x[2]))
+        call = on_cpu("decode", *x, state=states(N), out=x[2].clone())
+        more = megabytes_more(call)
         sides = {"floor": floor(torch.ones(N, HV, WIDTH, WIDTH)), "decode": kernel_of(call)}
         each = {name: f"{t / N:.1f}" for name, t in medians(sides, 7).items()}
-        print(f"decode N={N:<4} us a sequence: {each}")
+        print(f"decode N={N:<4} us a sequence: {each}, {more:.1f} MB more memory")
 
 
 START = """
@@ -390,9 +411,8 @@ sluice.decode(x, x, v, g, g, state=torch.zeros(1, 32, 128, 128))
 print(f"import sluice and a first decode: {time.perf_counter() - start:.2f} s after import torch")
 """
 COLD = """
-import tempfile, time, torch
-from numba.core import config
-config.CACHE_DIR = tempfile.mkdtemp()
+import os, tempfile, time, torch
+os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp()
 from sluice.backends import cpu
 start = time.perf_counter()
 cpu.warmup()
@@ -401,16 +421,56 @@ print(f"all kernels compiled: {time.perf_counter() - start:.1f} s")
 
 
 def start() -> None:
-    for program in (START, START, COLD):  # the first call fills the cache, if it is empty
-        subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.DEVNULL)
+    shown = False
+    for program in (START, START, COLD):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        if program != START or shown:  # the first start fills the cache, if it is empty
+            print(done.stdout, end="")
+        shown = True
+
+
+def machine() -> Iterator[str]:
+    """Processor, caches, threads, versions and commit."""
+    info, name = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    if info.is_file():
+        models = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
+        name = models[0] if models else name
+    caches = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((index / x).read_text().strip() for x in ("level", "type", "size"))
+        caches.append(f"L{level} {kind.lower()} {size}")
+    yield f"{name}, {os.cpu_count()} cores ({', '.join(caches)}), {torch.get_num_threads()} threads"
+    yield f"vectors of {LANES} float32 lanes, clock while adding {clock():.2f} GHz"
+    packages = ("torch", "numba", "onnxruntime", "transformers")
+    yield ", ".join(f"{package} {version(package)}" for package in packages)
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    yield f"commit {done.stdout.strip() or 'unknown'}"
+
+
+@numba.njit
+def _additions(count: int) -> float:
+    x = 0.0
+    for _ in range(count):
+        x += 1e-9
+    return x
+
+
+def clock() -> float:
+    """Gigahertz, if an addition takes the three cycles it takes on Zen 4."""
+    _additions(1)
+    start = time.perf_counter()
+    _additions(3_000_000)
+    return 3 * 3e6 / (time.perf_counter() - start) / 1e9
 
 
 def main() -> None:
     lines = {f.__name__: f for f in (decode, step, verify, prefill, conv, growth, start)}
     wanted = sys.argv[1:] or list(lines)
     torch.manual_seed(0)
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads,")
-    print(f"torch {torch.__version__}, float32, {HK}/{HV} heads, K = V = {WIDTH}; microseconds")
+    print("\n".join(machine()))
+    print(f"float32 unless said otherwise, {HK}/{HV} heads, K = V = {WIDTH}; microseconds")
     for name in wanted:
         lines[name]()
 

@@ -13,7 +13,18 @@ import torch
 import sluice
 from sluice import cli
 
-SMALL = ["--prompt-length", "20", "--tokens", "3", "--rounds", "1", "--preset", "qwen3.5-0.8b"]
+SMALL = [
+    "--batch",
+    "2",
+    "--prompt-length",
+    "20",
+    "--tokens",
+    "3",
+    "--rounds",
+    "1",
+    "--preset",
+    "qwen3.5-0.8b",
+]
 
 
 @pytest.fixture
@@ -79,18 +90,20 @@ def test_demo_agrees_prints_times_and_writes_them(small_demo, capsys, tmp_path, 
     assert cli.main(["demo", *SMALL[:-1], preset, "--json", str(file)]) == 0
     out, err = capsys.readouterr()
     assert "Outputs agree" in out
-    assert "4 of 4 greedy tokens equal" in out
-    assert "prefill, 20 tokens" in out
+    assert "8 of 8 greedy tokens equal" in out
+    assert "prefill, 2 x 20 tokens" in out
     assert "made small: 4 of" in out
     assert "Traceback" not in err
     numbers = json.loads(file.read_text())
     assert numbers["agree"] is True
     assert numbers["error"] < 1e-4
-    assert set(numbers["seconds"]) == {"prefill", "prefill_gdn", "decode", "decode_gdn"}
+    parts = {f"{phase}{part}" for phase in ("prefill", "decode") for part in ("", "_gdn", "_ops")}
+    assert set(numbers["seconds"]) == parts
     for phase in ("prefill", "decode"):
         for kind in ("transformers", "sluice"):
-            whole, layers = (numbers["median_ms"][p][kind] for p in (phase, f"{phase}_gdn"))
-            assert 0 < layers < whole
+            names = (phase, f"{phase}_gdn", f"{phase}_ops")
+            whole, layers, operators = (numbers["median_ms"][name][kind] for name in names)
+            assert 0 < operators < layers < whole
 
 
 @pytest.mark.parametrize("fault", ["a state that is not kept", "outputs two percent too large"])

@@ -29,7 +29,8 @@ from sluice.state_pool import MissingDependencyError
 from sluice.testing.compare import largest_error, relative_error
 
 KINDS = ("transformers", "sluice")
-PHASES = ("prefill", "prefill_gdn", "decode", "decode_gdn")
+# of each, the whole model, its gated delta layers, and their operators: all but the projections
+PHASES = ("prefill", "prefill_gdn", "prefill_ops", "decode", "decode_gdn", "decode_ops")
 # relative error of the logits; a lost or stale state makes it about 1
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 HIDDEN, VOCABULARY, KEPT_LOGITS = 1024, 4096, 16
@@ -43,7 +44,8 @@ class Options:
 
     preset: str = "Qwen3.5-4B"
     model: Path | None = None
-    prompt_length: int = 512
+    batch: int = 8
+    prompt_length: int = 256
     tokens: int = 32
     rounds: int = 3
     layers: int = 4
@@ -95,12 +97,14 @@ class Result:
 
     def table(self) -> str:
         """Times side by side."""
-        prompt, tokens = self.options["prompt_length"], self.options["tokens"]
+        batch, prompt = self.options["batch"], self.options["prompt_length"]
         names = {
-            "prefill": f"prefill, {prompt} tokens",
+            "prefill": f"prefill, {batch} x {prompt} tokens",
             "prefill_gdn": "  its gated delta layers",
-            "decode": f"decode, per token of {tokens}",
+            "prefill_ops": "    without projections",
+            "decode": f"decode, a step of {batch}",
             "decode_gdn": "  its gated delta layers",
+            "decode_ops": "    without projections",
         }
         lines = [f"{'':<28}{'transformers':>14}{'sluice':>14}{'speed-up':>12}"]
         for phase, name in names.items():
@@ -262,20 +266,26 @@ def compare(
 
 
 def timed(model: Any, ids: Tensor, feed: Tensor) -> dict[str, float]:
-    """Seconds of prefill, and of decode per token: the whole model, and its gated delta layers."""
-    watch = Watch(known_layers(model), ids.device)
-    with watch:
+    """Seconds of prefill, and of decode per token, in the order of ``PHASES``."""
+    layers = known_layers(model)
+    linear: list[nn.Module] = [
+        m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)
+    ]
+    with Watch(layers, ids.device) as watch, Watch(linear, ids.device) as projections:
+
+        def parts(begin: float) -> tuple[float, float, float]:
+            whole, inside = watch.now() - begin, watch.lap()
+            return whole, inside, inside - projections.lap()
+
         begin = watch.now()
         out = model(ids, use_cache=True, logits_to_keep=1)
-        prefill, prefill_gdn = watch.now() - begin, watch.lap()
-        steps, steps_gdn = [], []
+        prefill, steps = parts(begin), []
         for token in feed[:, :-1].split(1, dim=1):
             begin = watch.now()
             out = model(token, past_key_values=out.past_key_values, use_cache=True)
-            steps.append(watch.now() - begin)
-            steps_gdn.append(watch.lap())
-    medians = statistics.median(steps), statistics.median(steps_gdn)
-    return dict(zip(PHASES, (prefill, prefill_gdn, *medians), strict=True))
+            steps.append(parts(begin))
+    decode = [statistics.median(part) for part in zip(*steps, strict=True)]
+    return dict(zip(PHASES, (*prefill, *decode), strict=True))
 
 
 class Watch:
@@ -338,7 +348,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def _prompt(model: Any, options: Options) -> Tensor:
     words = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(words, (1, options.prompt_length), generator=generator).to(options.device)
+    size = options.batch, options.prompt_length
+    return torch.randint(words, size, generator=generator).to(options.device)
 
 
 def _remembering(layer: Any, shape: QwenShape) -> None:

@@ -145,6 +145,13 @@ def devices(name: str) -> tuple[str, ...]:
     return tuple(_module(name).DEVICES)
 
 
+def compile_all(device: str) -> None:
+    """Let the backends of a device type whose kernels do not depend on shapes compile them all."""
+    for name in ORDER:
+        if unavailable(name) is None and device in _module(name).DEVICES:
+            getattr(_module(name), "warmup", lambda: None)()
+
+
 def _meant_for(name: str, problem: Problem) -> bool:
     """Whether a refusal is worth a warning: the backend has this operator for this device.
 

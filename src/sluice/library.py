@@ -9,6 +9,7 @@ output buffers and states and returns nothing, and its fake implementation is th
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, get_type_hints
@@ -93,8 +94,17 @@ OPERATORS = {
     )
 }
 
+# a call asks these of torch every time: looked up once
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_modes, _peek_transforms, _jit_trace = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._get_tracing_state,
+)
+
 _problems: dict[Any, Problem] = {}
 _MOST_PROBLEMS = 4096
+_LOWERING = "sluice.integrations.onnx.lower"  # by name: it stands on the operators
 
 
 _probed: ContextVar[list[Problem] | None] = ContextVar("sluice_probed", default=None)
@@ -119,6 +129,8 @@ def call(op: Operator, t: Any, o: Any, backend: str | None = None) -> None:
     compiling = torch.compiler.is_compiling()  # asked first: a compiler cannot read a ContextVar
     if not compiling and (problems := _probed.get()) is not None:
         problems.append(problem_of(op, t, o))
+    elif compiling and torch.onnx.is_in_onnx_export():
+        importlib.import_module(_LOWERING).lower(op.name, t, o, backend)
     elif compiling or _traced(t[0]):
         getattr(torch.ops.sluice, op.name)(*_flat(t), *o, backend)
     else:
@@ -127,32 +139,40 @@ def call(op: Operator, t: Any, o: Any, backend: str | None = None) -> None:
 
 def _traced(x: Tensor) -> bool:
     """Whether torch follows this call: in a dispatch mode, or on tensors without data."""
-    if x.is_meta or torch._C._len_torch_dispatch_stack() > 0:
+    if _modes() > 0 or x.is_meta:
         return True
-    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return type(x) is not Tensor and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def run(op: Operator, t: Any, o: Any, backend: str | None) -> None:
     """Check, choose, and call the backend."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _peek_transforms() is not None:
         raise SluiceError(_NO_GRADIENT.format(op.name))  # torch.func: its tensors have no data
+    if _jit_trace() is not None:
+        raise SluiceError(_NO_JIT.format(op.name))
     problem = problem_of(op, t, o)
     kernel = dispatch.select(problem, backend)
     # a compiled CPU kernel may look at values itself, and call these checks for their message
-    looks = problem.device.type == "cpu" and not getattr(kernel, "checks_values", False)
-    if op.check_values is not None and (looks or validating()):
+    looks = not getattr(kernel, "checks_values", False) and problem.device.type == "cpu"
+    if (looks or validating()) and op.check_values is not None:
         op.check_values(problem, t)
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            kernel(problem, t)
-    else:
+    if not _grad_enabled():
         kernel(problem, t)
+        return
+    _set_grad_enabled(False)  # what no_grad() does, without its objects
+    try:
+        kernel(problem, t)
+    finally:
+        _set_grad_enabled(True)
 
 
 def problem_of(op: Operator, t: Any, o: Any) -> Problem:
-    """The checked problem, remembered by metadata: a serving loop checks each shape once."""
+    """The checked problem, remembered by metadata: a serving loop checks each shape once.
+
+    The very same object means the same shapes, strides, dtypes and options.
+    """
     try:
-        key = (op.name, o, *(None if x is None else _metadata(x) for x in _flat(t)))
+        key = (op.name, o, *[x if x is None else _metadata(x) for x in _flat(t)])
         problem = _problems.get(key)
     except (AttributeError, TypeError):  # not a tensor, or an option without a hash: named there
         op.check(t, o)
@@ -165,19 +185,36 @@ def problem_of(op: Operator, t: Any, o: Any) -> Problem:
     return problem
 
 
+def wants_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether autograd would follow a call with these inputs."""
+    if _grad_enabled():
+        for x in inputs:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
 def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
     """``output``, refusing a backward pass if any input wanted one: never a silent zero."""
-    if not torch.is_grad_enabled():
+    if not wants_gradient(inputs):
         return output
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    if not wanted:
-        return output
     if torch.compiler.is_compiling():
+        if torch.onnx.is_in_onnx_export():
+            return output  # a graph for inference: nobody can ask for a gradient
         raise SluiceError(_NO_GRADIENT.format(op))
     refused: Tensor = _NoGradient.apply(op, output, *wanted)
     return refused
 
 
+_NO_JIT = (
+    "{}: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, would keep the results of "
+    "this call as constants; use torch.export, torch.compile or torch.onnx.export(dynamo=True)"
+)
+_NO_NODE = (
+    "{}: ONNX has no such operator; torch.onnx.export takes the module itself, not a program "
+    "traced before (where it tried the module twice, the first error says why)"
+)
 _NO_GRADIENT = "{}: no gradient is defined; call it under torch.no_grad() or inference_mode()"
 
 
@@ -201,13 +238,15 @@ def _metadata(x: Tensor) -> tuple[Any, ...]:
 
 def _flat(t: Any) -> list[Tensor | None]:
     """A container's tensors in the order of the schema, the index tensors in place."""
-    flat: list[Tensor | None] = []
-    for x in t:
-        if isinstance(x, tensors.Rows):
-            flat.extend(x)
-        else:
-            flat.append(x)
-    return flat
+    at = _ROWS_AT.get(type(t))
+    return list(t) if at is None else [*t[:at], *t[at], *t[at + 1 :]]
+
+
+_ROWS_AT = {
+    op.tensors: op.tensors._fields.index("rows")
+    for op in OPERATORS.values()
+    if "rows" in op.tensors._fields
+}
 
 
 _KINDS = {
@@ -256,6 +295,8 @@ def _register(op: Operator) -> None:
         run(op, *unflatten(args), args[-1])
 
     def fake(*args: Any) -> None:
+        if torch.onnx.is_in_onnx_export():  # ``call`` writes nodes; this comes from elsewhere
+            raise SluiceError(_NO_NODE.format(op.name))
         op.check(*unflatten(args))
 
     custom = torch.library.custom_op(

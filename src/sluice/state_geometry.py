@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -94,6 +94,34 @@ class PoolGeometry:
             conv_columns=conv_columns or least,
             **options,
         )
+
+    @property
+    def num_k_heads(self) -> int:
+        """Key heads, which follow from ``D = 2·Hk·K + Hv·V``; GeometryError where none does."""
+        keys = self.conv_channels - self.num_v_heads * self.head_v_dim
+        heads, rest = divmod(keys, 2 * self.head_k_dim)
+        if heads < 1 or rest or self.num_v_heads % heads:
+            raise GeometryError(
+                f"num_k_heads: expected conv_channels = 2 Hk {self.head_k_dim} + "
+                f"{self.num_v_heads} {self.head_v_dim}, got {self.conv_channels}"
+            )
+        return heads
+
+    def resharded(self, tp: int, to: int) -> PoolGeometry:
+        """One rank's geometry with heads divided over ``to`` ranks instead of ``tp``.
+
+        Raises ``ContractError`` where ``to`` does not divide the key heads.
+
+        >>> PoolGeometry.for_model("qwen3.5-27b", tp=4).resharded(4, 2).num_v_heads
+        24
+        """
+        heads = self.num_k_heads * tp
+        if tp < 1 or to < 1 or heads % to:
+            expected = f"ranks that divide {heads} key heads"
+            raise ContractError("PoolGeometry", "to", expected, to)
+        per_head = self.num_v_heads // self.num_k_heads, self.conv_channels // self.num_k_heads
+        counts = [each * heads // to for each in per_head]
+        return replace(self, num_v_heads=counts[0], conv_channels=counts[1])
 
     @property
     def conv_shape(self) -> tuple[int, int]:

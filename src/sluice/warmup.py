@@ -61,6 +61,7 @@ def warmup(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     served = []
+    dispatch.compile_all(torch.device(device).type)
     for form in forms(models, tp, torch.device(device), dtype, state_dtype, state_layout):
         if progress is not None:
             progress(form.name)

@@ -33,21 +33,28 @@ class Tokens:
                 raise ContractError(op, "cu_seqlens", "shape [N + 1]", got)
         self.op, self.rows, self.packed = op, rows, packed
         self.swapped = layout != layouts[0]
+        self.plain = not packed and not self.swapped
 
     def __call__(self, x: Tensor, name: str, *dims: int, layout: str | None = None) -> Tensor:
         """The canonical view of ``x``, which then has one of the numbers of dimensions ``dims``.
 
         ``layout`` is given where x does not have the call's.
         """
-        if tensor(self.op, x, name).dim() + self.packed not in dims:
+        if not isinstance(x, Tensor) or x.dim() + self.packed not in dims:
+            tensor(self.op, x, name)  # which says so if it is none
             numbers = " or ".join(str(n - self.packed) for n in dims)
             expected = f"{numbers} dimensions{' (packed)' if self.packed else ''}"
             raise ContractError(self.op, name, expected, f"shape {list(x.shape)}")
-        x = x.unsqueeze(0) if self.packed else x
+        if self.plain:
+            return x
+        if self.packed:
+            x = x.unsqueeze(0)
         return x.transpose(1, 2) if self.swapped and layout is None else x
 
     def restore(self, y: Tensor) -> Tensor:
         """A canonical output in the caller's layout."""
+        if self.plain:
+            return y
         y = y.transpose(1, 2) if self.swapped else y
         return y.squeeze(0) if self.packed else y
 

@@ -308,9 +308,10 @@ class _Call:
         packed = tensor(op, q, "q").dim() == 3
         self.tokens = Tokens(op, rows, layout, ("bthd", "bhtd"), packed=packed)
         g, beta, A_log, dt_bias = gates
-        q, k, v = self.tokens(q, "q", 4), self.tokens(k, "k", 4), self.tokens(v, "v", 4)
-        g = None if g is None else self.tokens(g, "g", 3, 4)
-        beta = None if beta is None else self.tokens(beta, "beta", 3)
+        tokens = self.tokens
+        q, k, v = tokens(q, "q", 4), tokens(k, "k", 4), tokens(v, "v", 4)
+        g = None if g is None else tokens(g, "g", 3, 4)
+        beta = None if beta is None else tokens(beta, "beta", 3)
         if state is None:
             _no_rows(op, rows)
             tail = (
@@ -354,6 +355,8 @@ class _Call:
     def outputs(self) -> tuple[Tensor, Tensor]:
         """o in the caller's layout, and the state."""
         o = self.tokens.restore(self.t.out) if self.out is None else self.out
+        if not library.wants_gradient(self.inputs):
+            return o, self.state
         return (
             library.without_gradient(self.op, o, *self.inputs),
             library.without_gradient(self.op, self.state, *self.inputs),

@@ -5,7 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,18 +48,59 @@ def refuse(problem: Problem) -> str | None:
     return None
 
 
-def warmup(progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Compile every kernel, or load it from the disk cache.
+# kernels that a second process compiles meanwhile: about half of the work
+BESIDE = ("step", "prefill", "commit", "roll")
+_OTHER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from sluice.backends import cpu
+kernels = cpu.kernels()
+for name in sys.argv[2:]:
+    kernels[name].compile()
+"""
 
-    ``progress(name, done, all)`` is called before each kernel, and once at the end.
-    """
+
+def kernels() -> dict[str, Any]:
+    """Every kernel by its name, not compiled yet."""
     for module in sorted(set(OPS.values())):
         importlib.import_module(f"{__name__}.{module}")
     from sluice.backends.cpu.launch import KERNELS
 
-    for done, (name, compiled) in enumerate(KERNELS.items()):
+    return KERNELS
+
+
+def warmup(progress: Callable[[str, int, int], None] | None = None) -> None:
+    """Compile every kernel, or load it from the disk cache.
+
+    ``progress(name, done, all)`` is called before each kernel, and once at the end. A compiler
+    keeps to one core, so where the cache is empty a second process fills a part of it; whatever
+    that leaves is compiled here.
+    """
+    known = kernels()
+    order = sorted(known, key=lambda name: (name in BESIDE, name != "screen"))
+    other = None
+    for done, name in enumerate(order):
         if progress is not None:
-            progress(name, done, len(KERNELS))
-        compiled.compile()
+            progress(name, done, len(order))
+        if name in BESIDE and other is not None:
+            other.wait()
+        start = time.perf_counter()
+        known[name].compile()
+        if done == 0 and time.perf_counter() - start > COLD_SECONDS:
+            other = _compile_beside()
     if progress is not None:
-        progress("", len(KERNELS), len(KERNELS))
+        progress("", len(order), len(order))
+
+
+COLD_SECONDS = 0.3  # a kernel that takes longer did not come from the disk
+
+
+def _compile_beside() -> subprocess.Popen[bytes] | None:
+    arguments = [json.dumps(sys.path), *BESIDE]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _OTHER, *arguments], stderr=subprocess.DEVNULL, **quiet
+        )
+    except OSError:  # no interpreter to start: everything is compiled here
+        return None

@@ -15,6 +15,7 @@ from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
 from sluice.backends.cpu.memory import release
 from sluice.backends.cpu.params import PARAMS, conv_block
 from sluice.backends.cpu.rows import fill, read_index, round_up
+from sluice.backends.cpu.screen import checks_values, run_checked
 from sluice.backends.cpu.window import (
     TOKENS,
     convolve,
@@ -27,6 +28,7 @@ from sluice.backends.cpu.window import (
     store_lines,
     store_window,
 )
+from sluice.contract import values
 from sluice.contract.problem import ConvProblem
 from sluice.contract.tensors import ConvTensors
 
@@ -143,9 +145,10 @@ KERNEL = Kernel("causal_conv1d", PARAMS, _make)
 ROLL = Kernel("roll", PARAMS, _make_roll)
 
 
+@checks_values
 def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
     """Serve ``causal_conv1d``."""
     params, _alive = conv_block(p, t)
-    KERNEL(params, units_of(p) * blocks_of(p.D))
+    run_checked(KERNEL, params, units_of(p) * blocks_of(p.D), values.conv, p, t)
     if p.varlen and p.N == 0:
         t.out.zero_()

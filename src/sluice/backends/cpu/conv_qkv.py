@@ -29,6 +29,7 @@ from sluice.backends.cpu.rows import (
     sum_squares,
     write,
 )
+from sluice.backends.cpu.screen import checks_values, run_checked
 from sluice.backends.cpu.simd import get, load, put, splat, store
 from sluice.backends.cpu.vmath import vexp, vsigmoid, vsoftplus
 from sluice.backends.cpu.window import (
@@ -39,6 +40,7 @@ from sluice.backends.cpu.window import (
     load_unit,
     make_lines,
 )
+from sluice.contract import values
 from sluice.contract.problem import ConvQkvProblem
 from sluice.contract.tensors import ConvQkvTensors
 
@@ -212,12 +214,13 @@ def _make(version: str) -> Callable[[Any], None]:
 KERNEL = Kernel("conv_qkv", PARAMS, _make)
 
 
+@checks_values
 def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
     """Serve ``conv_qkv``."""
     each_k, each_v = (max(CHANNELS // d, 1) if d % LANES == 0 else 1 for d in (p.K, p.V))
     blocks = 2 * -(-p.HK // each_k) + -(-p.HV // each_v)
     params, _alive = conv_qkv_block(p, t)
-    KERNEL(params, units_of(p) * (blocks + 1))
+    run_checked(KERNEL, params, units_of(p) * (blocks + 1), values.conv, p, t)
     if p.varlen and p.N == 0:
         for out in (t.q, t.k, t.v, t.g, t.beta):
             if out is not None:

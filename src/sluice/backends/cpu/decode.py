@@ -25,6 +25,7 @@ from sluice.backends.cpu.prepare import (
     operands,
 )
 from sluice.backends.cpu.rows import round_up, store_row
+from sluice.backends.cpu.screen import checks_values, run_checked
 from sluice.backends.cpu.simd import pointer
 from sluice.backends.cpu.single import SINGLE, far, near
 from sluice.backends.cpu.state import (
@@ -39,11 +40,13 @@ from sluice.backends.cpu.tokens import (
     heads_together,
     load_keys,
     load_values,
+    prefetch_token,
     query_groups,
     share_keys,
     store_outputs,
     zero_outputs,
 )
+from sluice.contract import values
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
@@ -51,10 +54,17 @@ VK1, VK2, VK4, VK8 = (block("vk", M) for M in (1, 2, 4, 8))
 KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
 KV_WIDE = block("kv", 1, 8)
 NEAR, FAR = near(SINGLE), far(SINGLE)
+USUAL = SINGLE * LANES  # the K of most models on this machine: known when kernels are compiled
 
 WIDE = 8 * LANES  # columns of one token's pass through a "kv" state
 
 view = PARAMS.view
+
+
+@jit
+def is_single(p, m, groups):
+    """Whether single.py serves, which needs no w and lam."""
+    return m == 1 and groups == 1 and p.single != 0 and p.K == USUAL
 
 
 @jit
@@ -64,6 +74,8 @@ def _vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, groups, write):
         VK1(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
     elif m == 2:
         VK2(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+    elif m <= 4 and n == USUAL and ld == USUAL and ld_to == USUAL:
+        VK4(w, beta, s, USUAL, to, USUAL, soon, USUAL, USUAL, v0, ld_v, groups, delta, write)
     elif m <= 4:
         VK4(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
     else:
@@ -93,6 +105,15 @@ def _keep_corrections(p, w, token, head, v0, m):
 
 
 @jit
+def _prefetch_next(p, batch, start, m, head, v0):
+    """While a block is worked on, ask for a part of what the next head will read and write."""
+    blocks = (p.V + BLOCK_V - 1) // BLOCK_V
+    i = v0 // BLOCK_V
+    for t in range(i * m // blocks, (i + 1) * m // blocks):
+        prefetch_token(p, batch, start + t, head + 1, (head + 1) % (p.HV // p.HK) == 0)
+
+
+@jit
 def run_head(p, w, read, write, head, token, m, groups):
     """All blocks of one head: outputs to w.o, the state to its write slot, d to the draft."""
     K, V, n = p.K, p.V, round_up(p.K, LANES)
@@ -100,11 +121,11 @@ def run_head(p, w, read, write, head, token, m, groups):
     source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
     direct = is_direct(p) and read != NOWHERE
     memory = pointer(p.state, F32)
-    if direct and keep and m == 1 and groups == 1 and p.single and K == SINGLE * LANES:
+    if direct and keep and is_single(p, m, groups):
         if p.far:
-            FAR(w, w.beta, memory + source, memory + target, K, 0, V)
+            FAR(w, w.beta, memory + source, memory + target, USUAL, 0, V)
         else:
-            NEAR(w, w.beta, memory + source, memory + target, K, 0, V)
+            NEAR(w, w.beta, memory + source, memory + target, USUAL, 0, V)
         return
     if direct and keep and m == 1 and p.kv and V % WIDE == 0:
         for v0 in range(0, V, WIDE):
@@ -112,7 +133,10 @@ def run_head(p, w, read, write, head, token, m, groups):
             soon = address_of(s + K * V)
             KV_WIDE(w, w.beta, s, V, to, V, soon, K, n, v0, V, groups, p.delta, True)
         return
+    batch, start = token // max(p.T, 1), token % max(p.T, 1)
     for v0 in range(0, V, BLOCK_V):
+        if head + 1 < p.HV and p.q != 0:
+            _prefetch_next(p, batch, start, m, head, v0)
         if direct:
             step = v0 if p.kv else v0 * K
             s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
@@ -122,8 +146,8 @@ def run_head(p, w, read, write, head, token, m, groups):
         if p.kv:
             soon = address_of(memory + source + K * (V + v0))  # of the next head
             _kv_block(p, w, s, ld, to, ld, soon, n, v0, m, groups, keep)
-        elif keep and m == 1 and groups == 1 and p.single and K == SINGLE * LANES:
-            NEAR(w, w.beta, s, to, K, v0, BLOCK_V)
+        elif keep and is_single(p, m, groups):
+            NEAR(w, w.beta, s, to, USUAL, v0, BLOCK_V)
         else:
             soon = address_of(s + BLOCK_V * K)
             _vk_block(p, w, s, ld, to, ld, soon, n, v0, m, groups, keep)
@@ -163,7 +187,7 @@ def _head(p, w, batch, start, m, groups, read, write, head):
     if p.draft_d != 0:
         _keep_keys(p, w, token, head, m)
     load_values(p, w, batch, start, head, m)
-    operands(p, w, w.alpha, m, groups, write != NOWHERE)
+    operands(p, w, w.alpha, m, groups, write != NOWHERE and not is_single(p, m, groups))
     run_head(p, w, read, write, head, token, m, groups)
     store_outputs(p, w, batch, start, head, m, groups)
 
@@ -210,10 +234,11 @@ def _make(version: str) -> Callable[[Any], None]:
 KERNEL = Kernel("decode", PARAMS, _make)
 
 
+@checks_values
 def decode(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``decode`` (and ``verify``, which keeps a draft instead of the state)."""
     group = heads_together(p.N, p.HK, p.HV)
     params, _alive = delta_block(p, t, group)
-    KERNEL(params, p.N * p.HV // group)
+    run_checked(KERNEL, params, p.N * p.HV // group, values.delta, p, t)
     if p.varlen and p.N == 0:
         t.out.zero_()

@@ -55,20 +55,25 @@ def source_hash() -> str:
 class Fields:
     """The layout of a parameter block: int64 fields, then float64 fields, 8 bytes each.
 
-    Every block starts with `tasks`, `threads`, `identify` (the address of a function that numbers
-    the calling thread) and `counters` (a cache line for each thread). `view` is the function that
-    kernels see a block through.
+    Every block starts with a head: `tasks`, `threads`, the addresses of `identify` (a function that
+    numbers the calling thread), `counters` (a cache line for each thread), the `worker` and
+    `parallel` (which lets threads call it), and whether values are `suspicious` (screen.py). Behind
+    the fields there is room for the counters. `view` is the function that kernels see a block
+    through.
     """
 
+    HEAD = "tasks threads identify counters worker parallel suspicious"
+
     def __init__(self, name: str, ints: str, floats: str = "") -> None:
-        ints = "tasks threads identify counters " + ints
+        ints = f"{self.HEAD} {ints}"
         names = (ints + " " + floats).split()
         assert len(set(names)) == len(names)
         self.offset = {field: 8 * i for i, field in enumerate(names)}
         self.view = record(name, ints, floats)
         count = len(ints.split())
         self._all = struct.Struct(f"={count}q{len(names) - count}d")
-        self.array = ctypes.c_char * self._all.size
+        self.size = self._all.size
+        self.array = ctypes.c_char * self.size
 
     def block(self, values: dict[str, Any]) -> bytes:
         """A block with these fields set and all others zero."""
@@ -97,25 +102,48 @@ class Kernel:
         with self._lock:
             if not self._address:
                 with _Notice(self.name):
-                    self._address, self._code = _compiled(self._make(source_hash()))
+                    address, self._code = _compiled(self._make(source_hash()))
+                    self._function = _as_function(address)
+                    self._address = address
         return self._address
 
     def __call__(self, block: bytearray, tasks: int, threads: int = 0) -> None:
         """Run tasks 0 to `tasks` with the parameters in a block."""
         if tasks <= 0:
             return
+        where, count = self._fill(block, tasks, threads)
+        if count > 1 and _gomp_parallel is not None:
+            _gomp_parallel(self._address, where, count, 0)
+        else:
+            _python_threads(self._function, where, count)
+
+    def enter(self, block: bytearray, tasks: int, screen: Kernel) -> bool:
+        """Run the tasks unless a screen finds the block suspicious; returns whether it did."""
+        where, count = self._fill(block, tasks, 0)
+        if not screen._address:
+            screen.compile()
+        screen._function(where)
+        if _suspicious(block, _SUSPICIOUS)[0]:
+            return True
+        if count > 1 and _gomp_parallel is None:
+            _python_threads(self._function, where, count)
+        return False
+
+    def _fill(self, block: bytearray, tasks: int, threads: int) -> tuple[int, int]:
+        """Write the head of a block and append its counters; its address and the threads."""
         address = self._address or self.compile()
         count = min(threads or torch.get_num_threads(), tasks)
-        counters = (ctypes.c_int64 * (COUNTER_STRIDE * (count + 1)))()
-        _put_head(block, 0, tasks, count, _identify, ctypes.addressof(counters))
-        where = self.fields.array.from_buffer(block)
-        if count > 1 and _gomp_parallel is not None:
-            _gomp_parallel(address, where, count, 0)
-        else:
-            _python_threads(address, where, count)
+        size = self.fields.size
+        block[size:] = bytes(8 * COUNTER_STRIDE * (count + 2))
+        where = ctypes.addressof(self.fields.array.from_buffer(block))
+        counters = where + size + 8 * COUNTER_STRIDE - (where + size) % (8 * COUNTER_STRIDE)
+        _put_head(block, 0, tasks, count, _identify, counters, address, _parallel, 0)
+        return where, count
 
 
-_put_head = struct.Struct("=4q").pack_into
+_put_head = struct.Struct("=7q").pack_into
+_suspicious = struct.Struct("=q").unpack_from
+_SUSPICIOUS = 8 * Fields.HEAD.split().index("suspicious")
 
 
 def _compiled(worker: Callable[[Any], None]) -> tuple[int, object]:
@@ -214,16 +242,16 @@ def _find(name: str) -> Any:
 
 
 _gomp_parallel = _find("GOMP_parallel")
-_identify = 0
+_identify = _parallel = 0
 if _gomp_parallel is not None:
     _gomp_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     _gomp_parallel.restype = None
     _identify = ctypes.cast(_find("omp_get_thread_num"), ctypes.c_void_p).value or 0
+    _parallel = ctypes.cast(_gomp_parallel, ctypes.c_void_p).value or 0
 _as_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _python_threads(address: int, block: Any, count: int) -> None:
-    function, where = _as_function(address), ctypes.addressof(block)
+def _python_threads(function: Any, where: int, count: int) -> None:
     others = [threading.Thread(target=function, args=(where,)) for _ in range(count - 1)]
     for thread in others:
         thread.start()

@@ -54,6 +54,32 @@ def call_int(typingctx, address):
 
 
 @intrinsic
+def call_worker(typingctx, address, block):
+    """Call a kernel."""
+
+    def codegen(context, builder, sig, args):
+        function = ir.FunctionType(ir.VoidType(), [args[1].type])
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, block), codegen
+
+
+@intrinsic
+def call_parallel(typingctx, address, worker, block, threads):
+    """Let threads call a kernel, through the ``GOMP_parallel`` at an address."""
+
+    def codegen(context, builder, sig, args):
+        kinds = [i64, args[2].type, i32, i32]
+        function = ir.FunctionType(ir.VoidType(), kinds).as_pointer()
+        threads = builder.trunc(args[3], i32)
+        builder.call(builder.inttoptr(args[0], function), [args[1], args[2], threads, i32(0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, block, types.int64), codegen
+
+
+@intrinsic
 def address_of(typingctx, ptr):
     """The address a pointer holds."""
 

@@ -27,35 +27,26 @@ from sluice.backends.cpu.prepare import (
     make_work,
     operands,
 )
-from sluice.backends.cpu.rows import load_row, prefetch_row, round_up
+from sluice.backends.cpu.rows import load_row, round_up
+from sluice.backends.cpu.screen import checks_values, run_checked
 from sluice.backends.cpu.state import head_at, load_tile, store_tile
 from sluice.backends.cpu.tokens import (
     heads_together,
     load_keys,
     load_values,
+    prefetch_token,
     query_groups,
     share_keys,
     store_outputs,
     zero_outputs,
 )
+from sluice.contract import values
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
 KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
 
 view = PARAMS.view
-
-
-@jit
-def _prefetch_token(p, batch, token, head):
-    """The rows of one token, in time for the next eight: they lie pages apart."""
-    if p.cu == 0 and token >= p.T:
-        return
-    head_k, head_q = head // (p.HV // p.HK), head * p.HQ // p.HV
-    prefetch_row(p.k, p.io, batch * p.k_b + token * p.k_t + head_k * p.k_h, p.K)
-    prefetch_row(p.q, p.io, batch * p.q_b + token * p.q_t + head_q * p.q_h, p.K)
-    prefetch_row(p.v, p.io, batch * p.v_b + token * p.v_t + head * p.v_h, p.V)
-    prefetch_row(p.o, p.io, batch * p.o_b + token * p.o_t + head * p.o_h, p.V)
 
 
 @jit
@@ -66,7 +57,8 @@ def _blocks(p, w, beta, tile, m, groups, batch, token, head):
     for v0 in range(0, ld_v, BLOCK_V):
         s, soon = tile + v0 * K, address_of(tile + (v0 + BLOCK_V) * K)
         for _t in range(each):
-            _prefetch_token(p, batch, ahead, head)
+            if p.cu != 0 or ahead < p.T:
+                prefetch_token(p, batch, ahead, head, True)
             ahead += 1
         if m > 4:
             KV8(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, ld_v, groups, p.delta, True)
@@ -182,10 +174,11 @@ def _make(version: str) -> Callable[[Any], None]:
 KERNEL = Kernel("prefill", PARAMS, _make)
 
 
+@checks_values
 def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``prefill``."""
     group = heads_together(p.N, p.HK, p.HV)
     params, _alive = delta_block(p, t, group)
-    KERNEL(params, p.N * p.HV // group)
+    run_checked(KERNEL, params, p.N * p.HV // group, values.delta, p, t)
     if p.varlen and p.N == 0:
         t.out.zero_()

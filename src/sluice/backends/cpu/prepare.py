@@ -141,15 +141,24 @@ def finish_tokens(p, w, m, groups):
 
 
 @jit
+def _gather(dst, address, code, at, stride, count, n):
+    """Elements of a gate, and zeros up to n; one alone as a vector, which is soon read as one."""
+    if count == 1:
+        store(dst, 0, splat(read(address, code, at)))
+        return
+    for t in range(count):
+        put(dst, t, read(address, code, at + t * stride))
+    for t in range(count, n):
+        put(dst, t, 0.0)
+
+
+@jit
 def load_gates(p, w, base, g_at, beta_at, head, count):
     """Decays and write strengths of `count` tokens, from element g_at and beta_at on."""
     g, alpha, beta = w.g + base, w.alpha + base, w.beta + base
     n = round_up(count, LANES)
     if p.decay == HEAD_DECAY:
-        for t in range(count):
-            put(g, t, read(p.g, p.g_code, g_at + t * p.g_t))
-        for t in range(count, n):
-            put(g, t, 0.0)
+        _gather(g, p.g, p.g_code, g_at, p.g_t, count, n)
         if p.raw:
             bias = read(p.dt, p.dt_code, head * p.dt_h) if p.dt != 0 else 0.0
             rate = vexp(splat(read(p.A, p.A_code, head * p.A_h))) * -1.0
@@ -160,10 +169,7 @@ def load_gates(p, w, base, g_at, beta_at, head, count):
     elif p.decay == NO_DECAY:
         fill(alpha, n, 1.0)
     if p.delta:
-        for t in range(count):
-            put(beta, t, read(p.beta, p.beta_code, beta_at + t * p.beta_t))
-        for t in range(count, n):
-            put(beta, t, 0.0)
+        _gather(beta, p.beta, p.beta_code, beta_at, p.beta_t, count, n)
         if p.raw:
             for t in range(0, n, LANES):
                 strength = vsigmoid(load(beta, t))

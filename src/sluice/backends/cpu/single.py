@@ -44,21 +44,28 @@ def near(n: int) -> Function:
         lam, strength, qk = get(w.lams, 0), get(beta, 0), get(w.p, 0)
         decay, soon = splat(lam), address_of(s) + AHEAD
         y = sums(dot_rows(load_rows(s, 0, LANES, rows), x))
-        d = fma(every(y, 0, 2), -lam, load_lanes(v, 0, R)) * strength
-        store(o, 0, fma(d, qk, every(y, 1, 2) * lam))
-        for r in range(R, V, R):
-            at = r * K
-            c = spread_lanes(d)
+        older = fma(every(y, 0, 2), -lam, load_lanes(v, 0, R)) * strength
+        store(o, 0, fma(older, qk, every(y, 1, 2) * lam))
+        y = sums(dot_rows(load_rows(s, R * K, LANES, rows), x))
+        d = fma(every(y, 0, 2), -lam, load_lanes(v, R, R)) * strength
+        store(o, R, fma(d, qk, every(y, 1, 2) * lam))
+        for r in range(2 * R, V, R):
+            at, behind = r * K, (r - 2 * R) * K
+            c = spread_lanes(older)
             prefetch(soon + at * 4, lines, 2)
             first = dot_rows(load_rows(s, at, LANES, n), x)
-            before = load_rows(s, at - 2 * K, LANES, n)
-            store_rows(to, at - 2 * K, LANES, fold_rows(before, decay, x, row(c, 0)))
+            before = load_rows(s, behind, LANES, n)
+            store_rows(to, behind, LANES, fold_rows(before, decay, x, row(c, 0)))
             second = dot_rows(load_rows(s, at + K, LANES, n), x)
-            before = load_rows(s, at - K, LANES, n)
-            store_rows(to, at - K, LANES, fold_rows(before, decay, x, row(c, 1)))
+            before = load_rows(s, behind + K, LANES, n)
+            store_rows(to, behind + K, LANES, fold_rows(before, decay, x, row(c, 1)))
+            older = d
             y = sums(stack(first, second))
             d = fma(every(y, 0, 2), -lam, load_lanes(v, r, R)) * strength
             store(o, r, fma(d, qk, every(y, 1, 2) * lam))
+        at = (V - 2 * R) * K
+        before = load_rows(s, at, LANES, rows)
+        store_rows(to, at, LANES, fold_rows(before, decay, x, spread_lanes(older)))
         at = (V - R) * K
         before = load_rows(s, at, LANES, rows)
         store_rows(to, at, LANES, fold_rows(before, decay, x, spread_lanes(d)))

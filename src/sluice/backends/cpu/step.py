@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sluice.backends.cpu.address import NOWHERE, state_rows
-from sluice.backends.cpu.decode import run_head
+from sluice.backends.cpu.decode import is_single, run_head
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.launch import Kernel, claim, first_range
@@ -35,6 +35,7 @@ from sluice.backends.cpu.rows import (
     round_up,
     store_row,
 )
+from sluice.backends.cpu.screen import checks_values, run_checked
 from sluice.backends.cpu.simd import get, pointer, put
 from sluice.backends.cpu.state import block_floats
 from sluice.backends.cpu.window import (
@@ -46,6 +47,7 @@ from sluice.backends.cpu.window import (
     make_lines,
     store_window,
 )
+from sluice.contract import values
 from sluice.contract.problem import StepProblem
 from sluice.contract.tensors import StepTensors
 
@@ -166,7 +168,7 @@ def task(p, w, c, extra, taps, seq, key):
                 copy_row(w.v + t * ld_v, c.y + t * c.width + column, round_up(p.V, LANES))
             else:
                 fill(w.v + t * ld_v, ld_v, 0.0)
-        operands(p, w, w.alpha, m, 1, write != NOWHERE)
+        operands(p, w, w.alpha, m, 1, write != NOWHERE and not is_single(p, m, 1))
         run_head(p, w, read, write, head, 0, m, 1)
         _outputs(p, w, extra, extra + ld_v, seq, head)
 
@@ -201,8 +203,8 @@ def _make(version: str) -> Callable[[Any], None]:
 KERNEL = Kernel("step", PARAMS, _make)
 
 
+@checks_values
 def step(p: StepProblem, t: StepTensors) -> None:
     """Serve ``step``."""
     params, _alive = step_block(p, t)
-    if p.T > 0:
-        KERNEL(params, p.N * p.HK)
+    run_checked(KERNEL, params, p.N * p.HK if p.T > 0 else 0, values.step, p, t)

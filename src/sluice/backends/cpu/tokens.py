@@ -6,8 +6,9 @@ import torch
 
 from sluice.backends.cpu.delta import BLOCK_V, MOST
 from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.llvm import F32
 from sluice.backends.cpu.prepare import load_tokens, padded_tokens
-from sluice.backends.cpu.rows import fill, load_row, round_up, store_row
+from sluice.backends.cpu.rows import fill, load_row, prefetch_row, round_up, store_row
 
 
 def heads_together(N: int, HK: int, HV: int) -> int:
@@ -34,6 +35,23 @@ def load_keys(p, w, batch, token, head, m, groups):
     head_k = head // (p.HV // p.HK)
     k_at = batch * p.k_b + token * p.k_t + head_k * p.k_h
     load_tokens(p, w, k_at, batch * p.q_b + token * p.q_t + head_q * p.q_h, m, groups)
+
+
+@jit
+def prefetch_token(p, batch, token, head, keys):
+    """Ask for the rows of one token of a value head, and with `keys` for those of its key head.
+
+    Rows of a head's tokens lie pages apart, where nothing else asks for them in time.
+    """
+    if keys:
+        head_q = head * p.HQ // p.HV
+        k_at = batch * p.k_b + token * p.k_t + head // (p.HV // p.HK) * p.k_h
+        prefetch_row(p.k, p.io, k_at, p.K)
+        prefetch_row(p.q, p.io, batch * p.q_b + token * p.q_t + head_q * p.q_h, p.K)
+    prefetch_row(p.v, p.io, batch * p.v_b + token * p.v_t + head * p.v_h, p.V)
+    prefetch_row(p.o, p.io, batch * p.o_b + token * p.o_t + head * p.o_h, p.V)
+    if p.draft_d != 0:
+        prefetch_row(p.draft_d, F32, ((batch * p.T + token) * p.HV + head) * p.V, p.V)
 
 
 @jit

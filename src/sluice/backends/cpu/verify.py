@@ -28,6 +28,7 @@ from sluice.backends.cpu.prepare import (
     zero_factors,
 )
 from sluice.backends.cpu.rows import fill, load_row, read_index, round_up
+from sluice.backends.cpu.screen import checks_values, run_checked
 from sluice.backends.cpu.simd import get, load, pointer, put, store
 from sluice.backends.cpu.state import (
     block_floats,
@@ -38,6 +39,7 @@ from sluice.backends.cpu.state import (
     store_block,
 )
 from sluice.backends.cpu.vmath import vexp
+from sluice.contract import values
 from sluice.contract.problem import CommitProblem, DeltaProblem
 from sluice.contract.tensors import CommitTensors, DeltaTensors
 
@@ -160,14 +162,16 @@ def _make(version: str) -> Callable[[Any], None]:
 KERNEL = Kernel("commit", PARAMS, _make)
 
 
+@checks_values
 def verify(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``verify``."""
     decode(p, t)
 
 
+@checks_values
 def commit(p: CommitProblem, t: CommitTensors) -> None:
     """Serve ``commit``."""
     params, _alive = commit_block(p, t)
-    KERNEL(params, p.N * p.HV)
+    run_checked(KERNEL, params, p.N * p.HV, values.commit, p, t)
     if t.conv_state is not None:
         ROLL(params, p.N * blocks_of(p.D))

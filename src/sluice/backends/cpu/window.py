@@ -68,10 +68,36 @@ def make_lines(width, front, W):
 
 
 @jit
-def _taps_in(dst, ld, source, count):
-    """[count, 4] to [4, count], whole vectors of it."""
+def _three_in(dst, ld, source, count):
+    """[count, 3] to [3, count], whole vectors of it."""
+    for i in range(0, count, LANES):
+        store_rows(dst, i, ld, load_interleaved(source, 3 * i, 3))
+
+
+@jit
+def _four_in(dst, ld, source, count):
+    """[count, 4] to [4, count]."""
     for i in range(0, count, LANES):
         store_rows(dst, i, ld, load_interleaved(source, 4 * i, 4))
+
+
+@jit
+def _columns_in(dst, ld, source, columns, count):
+    """[count, columns] to [columns, count], for the three or four columns that windows have."""
+    if columns == 3:
+        _three_in(dst, ld, source, count)
+    else:
+        _four_in(dst, ld, source, count)
+
+
+@jit
+def _columns_out(target, columns, src, ld, count):
+    """The way back."""
+    for i in range(0, count, LANES):
+        if columns == 3:
+            store_interleaved(target, 3 * i, load_rows(src, i, ld, 3))
+        else:
+            store_interleaved(target, 4 * i, load_rows(src, i, ld, 4))
 
 
 @jit
@@ -83,11 +109,11 @@ def load_weights(p, c, column, first, count):
     if p.W == 4 and p.weight_d == 4 and p.weight_w == 1:
         done = whole
         if p.weight_code == F32:
-            _taps_in(weight, ld, pointer(p.weight, F32) + at, done)
+            _four_in(weight, ld, pointer(p.weight, F32) + at, done)
         elif p.weight_code == BF16:
-            _taps_in(weight, ld, pointer(p.weight, BF16) + at, done)
+            _four_in(weight, ld, pointer(p.weight, BF16) + at, done)
         elif p.weight_code == F16:
-            _taps_in(weight, ld, pointer(p.weight, F16) + at, done)
+            _four_in(weight, ld, pointer(p.weight, F16) + at, done)
         else:
             done = 0
     for w in range(p.W):
@@ -102,19 +128,6 @@ def load_weights(p, c, column, first, count):
         for i in range(n):
             value = read(p.bias, p.bias_code, (first + i) * p.bias_d) if i < count else 0.0
             put(bias, i, value)
-
-
-@jit
-def _columns_in(dst, ld, source, count):
-    """[count, 3] to [3, count], whole vectors of it."""
-    for i in range(0, count, LANES):
-        store_rows(dst, i, ld, load_interleaved(source, 3 * i, 3))
-
-
-@jit
-def _columns_out(target, src, ld, count):
-    for i in range(0, count, LANES):
-        store_interleaved(target, 3 * i, load_rows(src, i, ld, 3))
 
 
 @jit
@@ -138,14 +151,14 @@ def load_window(p, c, column, slot, first, count, fresh):
             load_row(x + l * ld, p.conv, p.conv_code, at + l * p.conv_l, count)
         return
     done = 0
-    if L == 3 and p.conv_l == 1 and p.conv_d == 3:
+    if (L == 3 or L == 4) and p.conv_l == 1 and p.conv_d == L:
         done = count - count % LANES
         if p.conv_code == F32:
-            _columns_in(x, ld, pointer(p.conv, F32) + at, done)
+            _columns_in(x, ld, pointer(p.conv, F32) + at, L, done)
         elif p.conv_code == BF16:
-            _columns_in(x, ld, pointer(p.conv, BF16) + at, done)
+            _columns_in(x, ld, pointer(p.conv, BF16) + at, L, done)
         elif p.conv_code == F16:
-            _columns_in(x, ld, pointer(p.conv, F16) + at, done)
+            _columns_in(x, ld, pointer(p.conv, F16) + at, L, done)
         else:
             done = 0
     for i in range(done, count):
@@ -165,14 +178,14 @@ def store_window(p, c, column, tokens, slot, first, count):
             store_row(p.conv, p.conv_code, at + l * p.conv_l, x + l * ld, count)
         return
     done = 0
-    if L == 3 and p.conv_l == 1 and p.conv_d == 3:
+    if (L == 3 or L == 4) and p.conv_l == 1 and p.conv_d == L:
         done = count - count % LANES
         if p.conv_code == F32:
-            _columns_out(pointer(p.conv, F32) + at, x, ld, done)
+            _columns_out(pointer(p.conv, F32) + at, L, x, ld, done)
         elif p.conv_code == BF16:
-            _columns_out(pointer(p.conv, BF16) + at, x, ld, done)
+            _columns_out(pointer(p.conv, BF16) + at, L, x, ld, done)
         elif p.conv_code == F16:
-            _columns_out(pointer(p.conv, F16) + at, x, ld, done)
+            _columns_out(pointer(p.conv, F16) + at, L, x, ld, done)
         else:
             done = 0
     for i in range(done, count):

@@ -1,0 +1,274 @@
+"""Context parallel prefill on one GPU: NCCL with one rank, and R segments one after the other.
+
+    PYTHONPATH=src python benchmarks/gpu_segments.py                  # an H200: under a minute
+    PYTHONPATH=src python benchmarks/gpu_segments.py --device cpu --tokens 512
+
+First every exchange of sluice.distributed runs over NCCL (gloo on a CPU) with world size 1. Then a
+prompt is cut into R = 2, 4, 8 parts; what each rank would do runs here in turn, is compared with
+the whole prefill (and, short, with the float64 oracle), and only then timed. Last comes the
+scaling model of docs/distributed.md, from the figures just measured.
+"""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import sluice
+from sluice.distributed import Ranks, Split, forward, move, parallelize, prefill_segments
+from sluice.distributed.prefill import prefill as prefill_over_ranks
+from sluice.distributed.scan import GATHERED
+from sluice.distributed.share import Share
+from sluice.distributed.transition import Call, join
+from sluice.layers import GatedDeltaNet, QwenShape
+from sluice.state_pool import PoolGeometry, StatePool
+from sluice.testing import oracle
+
+K = V = 128
+MILLION = 1 << 20
+
+
+class Figures(NamedTuple):
+    """Measured microseconds of one rank's work, for ``tokens`` tokens a rank."""
+
+    tokens: int
+    whole: float  # prefill of as many tokens: what the first rank does
+    begin: float  # a middle rank, before the exchange
+    finish: float  # and after it, without the states of a long chain
+    join: float  # composing the maps of 64 ranks
+
+
+# ------------------------------------------------------------------------------------ the inputs
+
+
+def inputs(T: int, HK: int, HV: int, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Keys that agree in part and gates that remember thousands of tokens: borders matter."""
+    gen = torch.Generator(device).manual_seed(T)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=gen, device=device)
+
+    unit = torch.nn.functional.normalize
+    k = unit(randn(1, 1, HK, K) + 2 * randn(1, T, HK, K), dim=-1)
+    return {
+        "q": unit(randn(1, T, HK, K), dim=-1).to(dtype),
+        "k": k.to(dtype),
+        "v": randn(1, T, HV, V).to(dtype),
+        "g": -torch.logspace(-5, -1, HV, device=device) * torch.rand_like(randn(1, T, HV)),
+        "beta": randn(1, T, HV).sigmoid(),
+    }
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def require(name: str, value: float, limit: float) -> float:
+    if not value <= limit:
+        raise AssertionError(f"{name}: relative error {value:.2e} above {limit:.0e}")
+    return value
+
+
+def microseconds(device: str, call: Callable[[], Any]) -> float:
+    """The median time of a call, started as a program starts it: launches included."""
+    call()
+    times = []
+    for _ in range(5 if device == "cuda" else 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+# ------------------------------------------------------------------------- the exchanges, 1 rank
+
+
+def exchanges(device: str) -> None:
+    """Every exchange over the backend of this device, with world size 1."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    ranks = Ranks(timeout=30)
+    x = torch.randn(4, 5, device=device)
+    assert torch.equal(ranks.all_gather("gather", x)[0], x)
+    assert torch.equal(ranks.all_reduce("reduce", x.clone()), x)
+    args = inputs(300, 2, 8, device, dtype)
+    split = Split.even(300, 1)
+    o, state = prefill_over_ranks(**args, ranks=ranks, split=split, deliver="all")
+    whole, after = sluice.prefill(**args)
+    assert torch.equal(o, whole)
+    assert torch.equal(state, after)
+    torch.manual_seed(0)
+    shape = QwenShape("s", 256, 2, 8, 1, (0,))
+    layer = GatedDeltaNet(shape, device=device, dtype=dtype).requires_grad_(False)
+    hidden = torch.randn(1, 100, 256, device=device, dtype=dtype)
+    expected = layer(hidden)
+    y = forward(layer, hidden, ranks=ranks, split=Split.even(100, 1))
+    require("forward", error(y, expected), 1e-2)
+    mesh = init_device_mesh(device, (1,), mesh_dim_names=("tp",))
+    assert torch.equal(parallelize(layer, mesh["tp"])(hidden), expected)
+    pool = StatePool(PoolGeometry.for_model(shape), slots=2, device=device)
+    mine = pool.allocate(2)
+    pool.recurrent.normal_()
+    saved = pool.snapshot(mine)
+    moved = move(saved, ranks=ranks, sources=[0], targets=[0], geometry=pool.geometry)
+    assert moved is not None
+    assert torch.equal(moved.recurrent, saved.recurrent)
+    costs = ", ".join(
+        f"{name} {1e6 * c.seconds / c.calls:.0f}" for name, c in ranks.costs().items()
+    )
+    print(f"{dist.get_backend()}, world size 1: every exchange matched; µs a call: {costs}")
+
+
+# ---------------------------------------------------------------------------------- the segments
+
+
+def against_the_oracle(device: str, dtype: torch.dtype, T: int) -> None:
+    """Short, and exact: the worst of both methods and of the unsplit prefill."""
+    args = inputs(T, 2, 4, device, dtype)
+    exact, exact_state = oracle.delta(**args)
+    half = dtype != torch.float32
+    limit = 1e-2 if half else (1e-4 if device == "cuda" else 1e-5)
+    o, state = sluice.prefill(**args)
+    line = [f"unsplit {error(o, exact):.1e} {error(state, exact_state):.1e}"]
+    for method in ("correct", "rerun"):
+        o, state = prefill_segments(**args, split=Split.even(T, 4), method=method)
+        errors = [error(o, exact), error(state, exact_state)]
+        line.append(f"{method} " + " ".join(f"{require(method, e, limit):.1e}" for e in errors))
+    print(f"{T} tokens in 4 parts against float64, {dtype}, o and state: {'; '.join(line)}")
+
+
+def segments(device: str, T: int, R: int, heads: tuple[int, int], dtype: torch.dtype) -> Figures:
+    """Check, then time what the ranks do, each by itself."""
+    args = inputs(T, *heads, device, dtype)
+    split = Split(tuple(T * r // R for r in range(R + 1)))
+    whole, after = sluice.prefill(**args)
+    limit = 1e-2 if dtype != torch.float32 else 1e-4
+    errors = []
+    for method in ("correct", "rerun"):
+        o, state = prefill_segments(**args, split=split, method=method)
+        errors.append(require(f"{method}: o", error(o, whole), limit))
+        errors.append(require(f"{method}: state", error(state, after), limit))
+    del o, whole
+    call = Call(*args.values(), None, None, {})  # type: ignore[arg-type]
+
+    def share(rank: int, method: str) -> Share:
+        part = split.part(rank)
+        return Share(call.span(part.start, part.stop), split, rank, None, method)  # type: ignore[arg-type]
+
+    middle = 1 if R > 2 else R - 1
+    messages = torch.stack([share(rank, "correct").begin() for rank in range(R)])
+    begin, finish = {}, {}
+    for method in ("correct", "rerun"):
+        begun = share(middle, method)
+        begun.begin()
+        X = join(messages, split.part(middle).chain, V, True)
+        begin[method] = microseconds(device, lambda m=method: share(middle, m).begin())  # type: ignore[misc]
+        finish[method] = microseconds(device, lambda s=begun, x=X: s.finish(x))  # type: ignore[misc]
+    first = microseconds(device, lambda: share(0, "correct").begin())
+    unsplit = microseconds(device, lambda: sluice.prefill(**args))
+    many = messages[[middle] * 64]
+    joined = microseconds(device, lambda: join(many, tuple(range(64)), V, True))
+    path = {m: max(first, begin[m]) + joined * levels(R) + finish[m] for m in begin}
+    print(
+        f"{heads[0]}/{heads[1]} {T:>7} {R:>2}  {unsplit:>9.0f} {first:>8.0f}"
+        + "".join(f" {begin[m]:>8.0f} {finish[m]:>8.0f} {unsplit / path[m]:>5.2f}x" for m in path)
+        + f" {joined:>6.0f}  {messages[0].nbytes / 2**20:.2f}  "
+        + " ".join(f"{e:.1e}" for e in errors),
+        flush=True,
+    )
+    return Figures(T // R, first, begin["correct"], finish["correct"], joined)
+
+
+# -------------------------------------------------------------------------------- the scaling model
+
+
+def time_on(R: int, T: int, f: Figures, message: int, wire: float, latency: float) -> float:
+    """Microseconds for T tokens on R ranks: the formula (D3) of docs/distributed.md."""
+    scale = T / R / f.tokens
+    if R == 1:
+        return f.whole * scale
+    steps = 1 if R <= GATHERED else math.ceil(math.log2(R)) + 1
+    exchange = steps * latency + received(R, message) / wire * 1e6
+    return (max(f.whole, f.begin) + f.finish) * scale + exchange + levels(R) * f.join
+
+
+def received(R: int, message: int) -> float:
+    """Bytes a rank receives at most: all messages gathered, or those of a scan."""
+    return message * ((R - 1) if R <= GATHERED else math.ceil(math.log2(R)) + 0.5)
+
+
+def levels(R: int) -> float:
+    """Products in a row that the longest chain of R ranks takes, as a part of 64 ranks' six."""
+    return math.ceil(math.log2(R)) / 6
+
+
+def model(f: Figures, heads: tuple[int, int], wire: float, latency: float) -> None:
+    message = 4 * heads[1] * K * (V + K)
+    print(
+        f"\nModel, {MILLION:,} tokens, heads {heads[0]}/{heads[1]}, from the figures at "
+        f"{f.tokens:,} tokens a rank; {wire / 1e9:g} GB/s and {latency:g} µs an exchange"
+    )
+    print("| ranks | tokens a rank | received MiB | time µs | speed-up |\n|---|---|---|---|---|")
+    one = time_on(1, MILLION, f, message, wire, latency)
+    for R in (1, 2, 4, 8, 16, 32, 64):
+        time_ = time_on(R, MILLION, f, message, wire, latency)
+        mib = received(R, message) / 2**20 if R > 1 else 0.0
+        print(f"| {R} | {MILLION // R:,} | {mib:.1f} | {time_:,.0f} | {one / time_:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tokens", type=int, default=131072, help="the longest prompt")
+    parser.add_argument("--heads", default="2/8", help="key and value heads")
+    parser.add_argument("--wire", type=float, default=50.0, help="GB/s between ranks, of the model")
+    parser.add_argument("--latency", type=float, default=30.0, help="µs an exchange, of the model")
+    parser.add_argument("--backend", help="the sluice backend to use (default: the fastest)")
+    options = parser.parse_args()
+    device, HK_HV = options.device, tuple(int(n) for n in options.heads.split("/"))
+    heads = (HK_HV[0], HK_HV[1])
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, sluice {sluice.__version__}", flush=True)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        store = Path(folder) / "store"
+        name = "nccl" if device == "cuda" else "gloo"
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        dist.init_process_group(name, init_method=f"file://{store}", rank=0, world_size=1)
+        with sluice.use_backend(options.backend):
+            run(device, options.tokens, heads, dtype, options.wire * 1e9, options.latency)
+        dist.destroy_process_group()
+
+
+def run(
+    device: str, T: int, heads: tuple[int, int], dtype: torch.dtype, wire: float, latency: float
+) -> None:
+    exchanges(device)
+    against_the_oracle(device, dtype, min(2048, T))
+    print(
+        "\nheads  tokens  R  one device    first  | correct: begin, finish, x | rerun: begin, "
+        "finish, x | join of 64, MiB a message | errors: o, state, o, state   (µs)"
+    )
+    lengths = [n for n in (T // 16, T // 4, T) if n >= 256] or [T]
+    figures = [segments(device, n, R, heads, dtype) for n in lengths for R in (2, 4, 8)]
+    model(figures[-1], heads, wire, latency)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A quick look at the values of a call before its kernel starts, without Python.
+
+What keeps the contract of ``sluice.contract.values`` in the plain way passes here. Anything else is
+only suspicious (a sum may overflow, a padded row may hold NaN): Python's checks then decide, and
+write the message. The threads start from here too, so that a call leaves Python once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sluice.backends.cpu.jit import jit, jit_inline
+from sluice.backends.cpu.launch import Kernel
+from sluice.backends.cpu.llvm import BF16, F16, F32, F64, LANES
+from sluice.backends.cpu.memory import call_parallel, call_worker
+from sluice.backends.cpu.params import PARAMS
+from sluice.backends.cpu.prepare import KEY_DECAY
+from sluice.backends.cpu.rows import read_index
+from sluice.backends.cpu.simd import get, load, pointer, splat
+from sluice.backends.cpu.tiles import total
+
+MOST_ROWS = 128  # rows whose slots are compared one by one; more are left to Python
+
+view = PARAMS.view
+
+
+@jit_inline
+def _sum(x, stride, count):
+    tail, acc = 0.0, splat(0.0)
+    whole = count - count % LANES if stride == 1 else 0
+    for i in range(0, whole, LANES):
+        acc = acc + load(x, i)
+    for i in range(whole, count):
+        tail += get(x, i * stride)
+    return tail + total(acc)
+
+
+@jit
+def _finite(address, code, at, stride, count):
+    """Whether a sum is finite, which shows any NaN or infinity."""
+    if code == F32:
+        s = _sum(pointer(address, F32) + at, stride, count)
+    elif code == BF16:
+        s = _sum(pointer(address, BF16) + at, stride, count)
+    elif code == F16:
+        s = _sum(pointer(address, F16) + at, stride, count)
+    else:
+        s = _sum(pointer(address, F64) + at, stride, count)
+    return s - s == 0.0
+
+
+@jit
+def _gates_finite(p, address, b, t, h, code, width):
+    """A gate of every token and head; of each `width` elements."""
+    if address == 0:
+        return True
+    rows = p.N if p.cu == 0 else 1
+    row = p.gates * width
+    if h == width and t == row and (rows == 1 or b == row * p.T):
+        return _finite(address, code, 0, 1, rows * p.T * row)
+    for i in range(rows):
+        for j in range(p.T):
+            for k in range(p.gates if width > 1 else 1):
+                at = i * b + j * t + k * h
+                step, count = (1, width) if width > 1 else (h, p.gates)
+                if not _finite(address, code, at, step, count):
+                    return False
+    return True
+
+
+@jit
+def _all_finite(p):
+    width = p.K if p.decay == KEY_DECAY else 1
+    if p.A != 0 and not _finite(p.A, p.A_code, 0, p.A_h, p.HV):
+        return False
+    if p.dt != 0 and not _finite(p.dt, p.dt_code, 0, 1 if width > 1 else p.dt_h, p.HV * width):
+        return False
+    if p.makes_gates:
+        return _gates_finite(p, p.a, p.a_b, p.a_t, p.a_h, p.a_code, 1) and _gates_finite(
+            p, p.b, p.b_b, p.b_t, p.b_h, p.b_code, 1
+        )
+    return _gates_finite(p, p.g, p.g_b, p.g_t, p.g_h, p.g_code, width) and _gates_finite(
+        p, p.beta, p.beta_b, p.beta_t, p.beta_h, p.beta_code, 1
+    )
+
+
+@jit
+def _bounds_fit(p):
+    """cu_seqlens rises from 0 to at most T, and no sequence is too long."""
+    if p.cu == 0:
+        return True
+    before = 0
+    for i in range(p.N + 1):
+        bound = read_index(p.cu, p.cu_wide, i)
+        if p.bounds != 0 and read_index(p.bounds, p.bounds_wide, i) != bound:
+            return False
+        if i == 0 and bound != 0 or bound < before or bound > p.T:  # noqa: RUF021
+            return False
+        if p.most > 0 and bound - before > p.most:
+            return False
+        before = bound
+    return True
+
+
+@jit_inline
+def _slots_of(p, i):
+    read = i if p.slots == 0 else read_index(p.slots, p.slots_wide, i)
+    return read, read if p.write == 0 else read_index(p.write, p.write_wide, i)
+
+
+@jit
+def _slots_fit(p):
+    """Slots lie in the pool, and none that is written is used by another row."""
+    if p.P == 0 or p.slots == 0 and p.write == 0:  # noqa: RUF021
+        return True
+    if p.N > MOST_ROWS:
+        return False
+    for i in range(p.N):
+        read, write = _slots_of(p, i)
+        if read >= p.P or write >= p.P:
+            return False
+        if not p.owned or write <= p.pad or p.slots != 0 and read <= p.pad:  # noqa: RUF021
+            continue
+        for j in range(p.N):
+            other, written = _slots_of(p, j)
+            if j != i and (other == write or written == write):
+                return False
+    return True
+
+
+@jit
+def _accepted_fit(p):
+    if p.accepted == 0:
+        return True
+    for i in range(p.N):
+        length = p.T
+        if p.cu != 0:
+            length = read_index(p.cu, p.cu_wide, i + 1) - read_index(p.cu, p.cu_wide, i)
+        count = read_index(p.accepted, p.accepted_wide, i)
+        if count < 0 or count > length:
+            return False
+    return True
+
+
+def _make(version: str) -> Callable[[Any], None]:
+    def screen_kernel(block):
+        _ = version
+        p = view(block)
+        passed = _bounds_fit(p) and _slots_fit(p) and _accepted_fit(p) and _all_finite(p)
+        p.suspicious = 0 if passed else 1
+        if not passed:
+            return
+        if p.threads == 1:
+            call_worker(p.worker, block)
+        elif p.parallel != 0:
+            call_parallel(p.parallel, p.worker, block, p.threads)
+
+    return screen_kernel
+
+
+SCREEN = Kernel("screen", PARAMS, _make)
+
+
+def run_checked(
+    kernel: Kernel, block: bytearray, tasks: int, check: Callable[[Any, Any], None], p: Any, t: Any
+) -> None:
+    """Run a kernel if the call's values keep the contract; ``check`` says what is wrong with them.
+
+    Where there are no tasks, or states to keep at checkpoints, Python looks at once.
+    """
+    unsure = tasks <= 0 or getattr(t, "checkpoint_slots", None) is not None
+    if unsure or kernel.enter(block, tasks, SCREEN):
+        check(p, t)
+        kernel(block, tasks)
+
+
+def checks_values(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Say that a backend's function runs its kernel by ``run_checked``."""
+    function.checks_values = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,200 @@
+"""Heads over ranks (tensor parallel): each rank has some key heads, their value heads and states.
+
+Everything between the input projections and the output projection is per head, so a rank needs no
+other for it. The output projection is divided by columns, and its partial results are summed: one
+all-reduce a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from sluice.contract.errors import ContractError, SluiceError
+from sluice.distributed.ranks import Group, Ranks, group_of
+from sluice.distributed.weights import join_weights
+from sluice.layers import GatedDeltaNet, QwenShape, shard_weights
+from sluice.layers.weights import LAYERS, is_known, shape_of
+from sluice.settings import validating
+
+_WHOLE, _RANKS = "_sluice_whole", "_sluice_ranks"  # attributes of a divided layer
+_ACCELERATED = "_sluice_shape"  # of a layer that sluice.accelerate has seen
+
+
+class SummedLinear(nn.Linear):
+    """A rank's columns of a linear layer; the results of all ranks are summed."""
+
+    def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias = linear.weight, None  # type: ignore[assignment]
+        self.out_features, self.in_features = linear.weight.shape
+        self.ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole layer's output, on every rank.
+
+        On a CPU, and inside ``sluice.validate()``, ranks first agree on its shape and dtype.
+        """
+        y = nn.functional.linear(x, self.weight)
+        if torch.is_grad_enabled() and y.requires_grad:
+            raise SluiceError(
+                "parallelize: no gradient is defined across ranks; call the layer under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+        if y.device.type == "cpu" or validating():
+            self.ranks.agree("heads", {"output": list(y.shape), "dtype": y.dtype})
+        return self.ranks.all_reduce("heads.output", y)
+
+
+def parallelize(
+    layer: nn.Module, mesh: Group, *, ranks: Ranks | None = None, timeout: float = 60.0
+) -> nn.Module:
+    """Divide a gated delta layer's heads over the ranks of ``mesh``, in place.
+
+    Rank i keeps the i-th share of the key heads with their value heads: the rows of each projection
+    (Q, K and V each, in either order), conv channels, ``A_log``, ``dt_bias``, and the columns of
+    the output projection; the norm's weight is shared by all heads and stays whole. States are then
+    those of the share: ``layer.zero_states``, or a pool for ``layer.shape``. Hidden states are the
+    same on every rank, going in and coming out. Afterwards ``load_state_dict`` takes a whole
+    layer's weights as well as a share's.
+
+    Args:
+        layer: a :class:`GatedDeltaNet`, or a transformers layer that ``accelerate`` knows (divide
+            it first, accelerate it then); with the same weights on every rank, or on "meta".
+        mesh: a ``DeviceMesh`` of one dimension (``mesh["tp"]``), a process group, or None for all.
+        ranks: to use instead of making one. timeout: of the one that is made.
+
+    Returns:
+        ``layer`` itself.
+
+    Raises:
+        ContractError: another kind of layer, one already divided or accelerated, a number of ranks
+            that does not divide the key heads. RankError: the ranks' layers differ.
+    """
+    ranks = Ranks(mesh, timeout=timeout) if ranks is None else ranks
+    with ranks.agreement("parallelize") as facts:
+        whole = _whole_shape(layer)
+        tp = ranks.size
+        local = whole.shard(tp)
+        parameters = dict(layer.named_parameters())
+        facts.update(shape=whole, kind=type(layer).__name__)
+        facts["dtypes"] = {str(p.dtype) for p in parameters.values()}
+        share = shard_weights(layer.state_dict(), whole, rank=ranks.rank, tp=tp)
+    for name, part in share.items():
+        owner, _, leaf = name.rpartition(".")
+        wants = parameters[name].requires_grad
+        copy = part.clone(memory_format=torch.contiguous_format)
+        setattr(layer.get_submodule(owner), leaf, nn.Parameter(copy, requires_grad=wants))
+    _resize(layer, local)
+    layer.out_proj = SummedLinear(layer.out_proj, ranks)  # type: ignore[arg-type]
+    layer.__dict__[_WHOLE], layer.__dict__[_RANKS] = whole, ranks
+    layer.register_load_state_dict_pre_hook(_divide_loaded)
+    return layer
+
+
+class HeadParallel(ParallelStyle):
+    """:func:`parallelize` as a style for ``torch.distributed.tensor.parallel``.
+
+    ``parallelize_module(model, mesh["tp"], {"layers.0.linear_attn": HeadParallel(), ..})``; all
+    layers of one style share their :class:`Ranks`. :func:`plan` makes the mapping for a model.
+    """
+
+    def __init__(self, *, timeout: float = 60.0) -> None:
+        super().__init__()
+        self.timeout = timeout
+        self._ranks: dict[Any, Ranks] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = group_of(device_mesh, "HeadParallel")
+        if group not in self._ranks:
+            self._ranks[group] = Ranks(group, timeout=self.timeout)
+        return parallelize(module, device_mesh, ranks=self._ranks[group])
+
+
+def plan(model: nn.Module, *, timeout: float = 60.0) -> dict[str, ParallelStyle]:
+    """A plan for ``parallelize_module``: every gated delta layer of ``model``, one style for all.
+
+    Merge it with a plan for the other layers. Raises ContractError where there are none.
+    """
+    style = HeadParallel(timeout=timeout)
+    found: dict[str, ParallelStyle] = {
+        name: style
+        for name, module in model.named_modules()
+        if name and (isinstance(module, GatedDeltaNet) or is_known(module))
+    }
+    if not found:
+        expected = f"a module with layers of GatedDeltaNet, {', '.join(LAYERS)}"
+        raise ContractError("plan", "model", expected, type(model).__name__)
+    return found
+
+
+def whole_shape(layer: nn.Module) -> QwenShape:
+    """The shape a divided layer had before."""
+    shape = layer.__dict__.get(_WHOLE)
+    if not isinstance(shape, QwenShape):
+        expected = "a layer that parallelize has divided"
+        raise ContractError("whole_shape", "layer", expected, type(layer).__name__)
+    return shape
+
+
+def gather_weights(layer: nn.Module) -> dict[str, Tensor]:
+    """The whole layer's state dict, on every rank: bit for bit what was divided."""
+    whole, ranks = whole_shape(layer), layer.__dict__[_RANKS]
+    mine = layer.state_dict()
+    with ranks.agreement("gather_weights") as facts:
+        facts.update({name: f"{list(x.shape)} {x.dtype}" for name, x in mine.items()})
+    shares: Sequence[dict[str, Tensor]] = [{} for _ in range(ranks.size)]
+    for name, x in mine.items():
+        for share, part in zip(shares, ranks.all_gather("heads.weights", x), strict=True):
+            share[name] = part
+    return join_weights(shares, whole)
+
+
+def _whole_shape(layer: nn.Module) -> QwenShape:
+    if not isinstance(layer, GatedDeltaNet) and not is_known(layer):
+        expected = f"GatedDeltaNet, or one of {', '.join(LAYERS)}"
+        raise ContractError("parallelize", "layer", expected, type(layer).__name__)
+    for attribute, done in ((_WHOLE, "divided"), (_ACCELERATED, "accelerated")):
+        if attribute in layer.__dict__:
+            raise ContractError("parallelize", "layer", f"one not yet {done}", "one that is")
+    shape = layer.shape if isinstance(layer, GatedDeltaNet) else shape_of(layer)
+    if shape.tp != 1:
+        raise ContractError("parallelize", "layer", "a whole layer", f"a share of {shape.tp}")
+    for name, parameter in layer.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ContractError("parallelize", name, "a plain parameter", "a DTensor")
+    return shape
+
+
+def _resize(layer: nn.Module, local: QwenShape) -> None:
+    """What modules know of their own sizes."""
+    for child in layer.children():
+        if isinstance(child, nn.Linear):
+            child.out_features, child.in_features = child.weight.shape
+    conv: Any = layer.conv1d
+    conv.in_channels = conv.out_channels = conv.groups = local.conv_channels
+    if isinstance(layer, GatedDeltaNet):
+        layer.shape = local
+        return
+    stock: Any = layer
+    stock.num_k_heads, stock.num_v_heads = local.num_k_heads, local.num_v_heads
+    stock.key_dim, stock.value_dim = local.key_dim, local.value_dim
+    stock.conv_dim = local.conv_channels
+
+
+def _divide_loaded(layer: nn.Module, weights: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Before weights are loaded: a whole layer's become this rank's."""
+    whole, ranks = whole_shape(layer), layer.__dict__[_RANKS]
+    found = weights.get(f"{prefix}A_log")
+    if found is None or found.shape[0] != whole.num_v_heads or ranks.size == 1:
+        return
+    own = layer.state_dict().keys()
+    mine = {name: weights[prefix + name] for name in own if prefix + name in weights}
+    for name, part in shard_weights(mine, whole, rank=ranks.rank, tp=ranks.size).items():
+        weights[prefix + name] = part

@@ -1,0 +1,270 @@
+"""The maths of context parallel prefill, on one device: R shares one after the other.
+
+What ranks add to it, messages, is in test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sluice
+from sluice.contract.errors import ContractError, SluiceError
+from sluice.distributed import Split, prefill_segments
+from sluice.distributed.prefill import _canonical
+from sluice.distributed.transition import composed, decay_piece, delta_piece, join
+from sluice.testing import inputs, oracle
+from sluice.testing.compare import (
+    FLOAT32_CPU,
+    FLOAT64,
+    HALF_EXPECTED,
+    assert_same_bits,
+    assert_within,
+)
+
+BOTH = ("correct", "rerun")
+RULES = ("gated delta", "delta", "gated", "linear")
+
+
+def call(
+    T=200, *, B=1, HQ=2, HK=2, HV=4, K=16, V=16, kind="random", gates="mild", per_key=False,
+    rule="gated delta", raw=False, dtype=torch.float32, seed=0,
+):  # fmt: skip
+    """Arguments of a prefill, and a state for each of B rows."""
+    gen = inputs.generator(seed)
+    q, k = inputs.keys(gen, B, T, HQ, K), inputs.keys(gen, B, T, HK, K, kind)
+    v = inputs.normal(gen, B, T, HV, V)
+    decay = inputs.raw_decay(gen, B, T, HV, gates, K if per_key else None)
+    b = inputs.raw_beta(gen, B, T, HV, ones=kind == "identical")
+    args = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if raw:
+        args |= {"g": decay["a"], "A_log": decay["A_log"], "dt_bias": decay["dt_bias"], "beta": b}
+    else:
+        args |= {"g": inputs.decay(**decay), "beta": b.sigmoid()}
+    args = {name: x.to(wide) if name not in "qkv" else x for name, x in args.items()}
+    if "delta" not in rule:
+        del args["beta"]
+    if "gated" not in rule:
+        del args["g"]
+    return args, inputs.recurrent_state(gen, B, HV, V, K).to(wide)
+
+
+def assert_exact(got, args, tolerance=FLOAT32_CPU, **options):
+    o, state = oracle.delta(**args, **options)
+    assert_within(got[0], o, tolerance, name="o", per=got[0].dim() - 2)
+    # inputs of 16 bits are exact numbers: only outputs are rounded to them
+    assert_within(got[1], state, FLOAT32_CPU, name="state", per=1)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("per_key", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_segments_equal_the_oracle(rule, per_key, method):
+    args, state = call(rule=rule, per_key=per_key)
+    got = prefill_segments(
+        **args, state=state.clone(), split=Split((0, 64, 100, 101, 200)), method=method
+    )
+    assert_exact(got, args, state=state)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("gates", inputs.GATES)
+@pytest.mark.parametrize("kind", inputs.KEYS)
+def test_segments_hold_for_hard_keys_and_gates(kind, gates, method):
+    args, state = call(kind=kind, gates=gates)
+    got = prefill_segments(**args, state=state.clone(), split=Split.even(200, 3), method=method)
+    assert_exact(got, args, state=state)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_within_what_is_expected(dtype, method):
+    args, state = call(T=300, kind="correlated", gates="mixed", dtype=dtype)
+    got = prefill_segments(**args, state=state.clone(), split=Split.even(300, 4), method=method)
+    assert got[0].dtype == dtype
+    assert_exact(got, args, HALF_EXPECTED, state=state)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float64_is_exact_to_float64(rule):
+    """No step of the algebra rounds to float32 behind the caller's back."""
+    args, state = call(T=100, rule=rule, dtype=torch.float64)
+    split = Split((0, 31, 70, 100))
+    got = prefill_segments(**args, state=state.clone(), split=split, backend="chunked")
+    o, exact = oracle.delta(**args, state=state)
+    assert_within(got[0], o, FLOAT64, name="o")
+    assert_within(got[1], exact, FLOAT64, name="state")
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("rule", ["gated delta", "gated"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"HQ": 1, "HK": 1, "HV": 3},
+        {"HQ": 3, "HK": 3, "HV": 3, "K": 8, "V": 24},
+        {"HQ": 6, "HK": 2, "HV": 2, "K": 24, "V": 8},
+        {"HQ": 1, "HK": 2, "HV": 6},
+        {"HQ": 6, "HK": 3, "HV": 6},
+    ],
+    ids=lambda h: "-".join(f"{k}{v}" for k, v in h.items()),
+)
+def test_heads_of_any_grouping_and_width(heads, rule, method):
+    args, state = call(T=90, rule=rule, **heads)
+    got = prefill_segments(**args, state=state.clone(), split=Split.even(90, 2), method=method)
+    assert_exact(got, args, state=state)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("rule", ["gated delta", "gated"])
+@pytest.mark.parametrize("per_key", [False, True])
+def test_raw_gates_and_options_reach_every_segment(per_key, rule, method):
+    args, state = call(rule=rule, per_key=per_key, raw=True)
+    options = {"scale": 0.3, "normalize_qk": True, "neg_eigval": "delta" in rule}
+    args["q"], args["k"] = 3 * args["q"], 2 * args["k"]
+    got = prefill_segments(
+        **args, **options, state=state.clone(), split=Split.even(200, 3), method=method
+    )
+    assert_exact(got, args, state=state, **options)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize(
+    ("borders", "lengths"),
+    [
+        ((0, 40, 80, 120), (10, 100, 10)),  # one sequence over three ranks
+        ((0, 40, 80, 120), (40, 40, 40)),  # no sequence crosses
+        ((0, 1, 2, 3, 120), (3, 0, 117)),  # parts of one token
+        ((0, 50, 50, 60, 120), (0, 20, 35, 0, 65, 0)),  # a rank without tokens, empty sequences
+        ((0, 40, 80, 120), (30, 20)),  # a padded tail that begins on rank 1
+        ((0, 60, 120), ()),  # nothing but padding
+    ],
+)
+def test_packed_sequences_across_borders(borders, lengths, method):
+    args, _ = call(T=120)
+    bounds = inputs.cu_seqlens(lengths)
+    state = inputs.recurrent_state(inputs.generator(5), max(len(lengths), 1), 4, 16, 16).float()
+    packed = {name: x[0] for name, x in args.items()}
+    got = prefill_segments(
+        **packed, state=state.clone(), split=Split(borders, bounds), method=method
+    )
+    o, exact = oracle.delta(**packed, state=state, cu_seqlens=bounds)
+    assert_within(got[0], o, FLOAT32_CPU, name="o")
+    assert_within(got[1], exact, FLOAT32_CPU, name="state", per=0)
+
+
+@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_pools_slots_padding_and_new_sequences(layout, method):
+    args, _ = call(T=120)
+    bounds = inputs.cu_seqlens((20, 50, 10, 40))
+    pool = inputs.recurrent_state(inputs.generator(5), 7, 4, 16, 16).float()
+    pool[3] = float("nan")  # of a sequence that is new: never read
+    pool = pool if layout == "vk" else pool.mT.contiguous()
+    rows = {
+        "slots": torch.tensor([4, 3, -1, 1]),
+        "write_slots": torch.tensor([6, 3, 2, -1]),
+        "has_state": torch.tensor([True, False, True, True]),
+        "state_layout": layout,
+    }
+    packed = {name: x[0] for name, x in args.items()}
+    before = pool.clone()
+    split = Split((0, 30, 75, 120), bounds)
+    got = prefill_segments(**packed, **rows, state=pool, split=split, method=method)
+    clean = before.clone()
+    clean[3] = 0.0
+    o, exact = oracle.delta(**packed, **rows, state=clean, cu_seqlens=bounds)
+    assert_within(got[0], o, FLOAT32_CPU, name="o")
+    assert bool((got[0][70:80] == 0).all())
+    for row in (6, 3):
+        assert_within(got[1][row], exact[row], FLOAT32_CPU, name=f"row {row}")
+    for row in (0, 1, 2, 4, 5):
+        assert_same_bits(got[1][row], before[row], f"row {row}")
+
+
+def test_a_narrow_pool_is_rounded_once():
+    """The states between segments are float32 whatever the pool holds."""
+    args, state = call(T=150)
+    pool = state.bfloat16()
+    _, wide = prefill_segments(**args, state=pool.float(), split=Split.even(150, 3))
+    _, narrow = prefill_segments(**args, state=pool.clone(), split=Split.even(150, 3))
+    assert_same_bits(narrow, wide.bfloat16(), "state")
+
+
+def test_a_batch_is_cut_in_every_row():
+    args, state = call(T=100, B=3)
+    got = prefill_segments(**args, state=state.clone(), split=Split((0, 33, 70, 100)))
+    assert_exact(got, args, state=state)
+    other = {name: x.transpose(1, 2) for name, x in args.items()}
+    o, _ = prefill_segments(
+        **other, state=state.clone(), split=Split((0, 33, 70, 100)), layout="bhtd"
+    )
+    assert_same_bits(o.transpose(1, 2), got[0], "bhtd")
+
+
+def test_without_a_state_a_fresh_one_is_returned():
+    args, _ = call(T=100)
+    got = prefill_segments(**args, split=Split.even(100, 2))
+    assert_exact(got, args)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_transition_takes_any_state_behind_its_piece(rule):
+    """(D1) on a state of a thousand times the size: the message alone predicts the operator."""
+    args, state = call(T=70, rule=rule, gates="weak")
+    state = 1000 * state
+    _, behind = sluice.prefill(**args, state=state.clone())
+    piece_call = _canonical(
+        args["q"], args["k"], args["v"], args.get("g"), args.get("beta"), None, None, "bthd"
+    )
+    delta = "delta" in rule
+    piece = delta_piece(piece_call) if delta else decay_piece(piece_call, False)
+    before = torch.cat([state, piece.message[:, :, 16:]], dim=2)  # its own transition is not used
+    joined = join(torch.stack([before, piece.message]), (0, 1), 16, delta)
+    assert_within(joined, behind, FLOAT32_CPU, name="state")
+
+
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8])
+def test_maps_composed_in_pairs_are_maps_in_a_row(n, delta):
+    """What a GPU does in log n products, and a CPU in n."""
+    gen, V, K = inputs.generator(n), 6, 5
+    maps = inputs.normal(gen, n + 1, 2, 3, V + (K if delta else 1), K)
+    row = join(maps, tuple(range(n + 1)), V, delta)
+    one = composed(maps[1:], V, delta)
+    assert_within(join(torch.stack([maps[0], one]), (0, 1), V, delta), row, FLOAT64, name="state")
+
+
+def test_segments_with_one_rank_are_prefill_to_the_bit():
+    args, state = call(T=130)
+    got = prefill_segments(**args, state=state.clone(), split=Split((0, 130)))
+    o, exact = sluice.prefill(**args, state=state.clone())
+    assert_same_bits(got[0], o, "o")
+    assert_same_bits(got[1], exact, "state")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"slots": [0]}, "slots"),
+        ({"layout": "thd"}, "layout"),
+        ({"state": torch.zeros(1, 4, 16, 17)}, "state"),
+        ({"state": torch.zeros(1, 4, 16, 16), "slots": [1]}, "slots"),
+        ({"state": torch.zeros(1, 4, 16, 16), "slots": [0, 0]}, "slots"),
+        ({"state": torch.zeros(1, 4, 16, 16), "has_state": []}, "has_state"),
+        ({"state": torch.zeros(1, 4, 16, 16), "pad_slot": 3}, "pad_slot"),
+        ({"v": torch.zeros(1, 64, 3, 16)}, "v"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(change, named):
+    args, _ = call(T=64)
+    with pytest.raises(ContractError, match=rf"prefill: {named}"):
+        prefill_segments(**{**args, **change}, split=Split.even(64, 2))
+
+
+def test_gradients_are_refused():
+    args, _ = call(T=64)
+    args["v"].requires_grad_()
+    with pytest.raises(SluiceError, match="no gradient"):
+        prefill_segments(**args, split=Split.even(64, 2))
