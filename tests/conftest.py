@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import pytest
 
@@ -26,3 +27,19 @@ def _nothing_is_clean():
     """Reliability row 24: every torch.empty holds NaN, so that a dropped store shows."""
     with nan_empty():
         yield
+
+
+class _Deaf(list):
+    """Handlers of a logger that takes none."""
+
+    def append(self, handler: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_trace_records():
+    """pytest listens to every logger, so torch describes all it traces: 4/5 of an export's time."""
+    logger = logging.getLogger("torch.__trace")
+    kept, logger.handlers = logger.handlers, _Deaf()
+    yield
+    logger.handlers = kept

@@ -1,4 +1,4 @@
-"""The commands: ``sluice demo``, ``bench``, ``doctor``, ``warmup``, and ``sluice --version``."""
+"""The commands: ``sluice demo``, ``bench``, ``doctor``, ``warmup``, ``export``, ``--version``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--preset", default="Qwen3.5-4B", help="gated delta heads (%(default)s)")
     source.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint directory instead")
     for name, kind, default, text in (
-        ("--prompt-length", _count, 512, "tokens of the prompt (%(default)s)"),
+        ("--batch", _count, 8, "prompts at once (%(default)s)"),
+        ("--prompt-length", _count, 256, "tokens of each prompt (%(default)s)"),
         ("--tokens", _count, 32, "tokens to decode (%(default)s)"),
         ("--layers", _layers, 4, "layers of a preset's model (%(default)s)"),
         ("--rounds", _count, 3, "timed runs of each (%(default)s)"),
@@ -83,6 +84,26 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--state-dtype", choices=dtypes, default="float32", help="(%(default)s)")
     warmup.add_argument("--state-layout", choices=("vk", "kv"), default="vk", help="(%(default)s)")
     warmup.set_defaults(command=_warmup)
+
+    export = commands.add_parser(
+        "export",
+        help="a checkpoint as an ONNX file, checked against PyTorch",
+        description="Write a causal language model as one ONNX graph for prefill and decode. "
+        "Nothing is left if the file gives another result in ONNX Runtime than PyTorch.",
+    )
+    export.add_argument("--model", type=Path, required=True, metavar="PATH", help="a checkpoint")
+    export.add_argument("--out", type=Path, required=True, metavar="FILE", help="model.onnx")
+    export.add_argument(
+        "--target",
+        choices=("ort", "onnx"),
+        default="ort",
+        help="ort: ONNX Runtime's own operators; onnx: standard ones only (%(default)s)",
+    )
+    export.add_argument("--dtype", choices=dtypes[::2], default="float32", help="(%(default)s)")
+    export.add_argument(
+        "--external-data", action="store_true", help="weights in FILE.data (above 2 GB always)"
+    )
+    export.set_defaults(command=_export)
     add_bench(commands)
     return parser
 
@@ -99,6 +120,7 @@ def _demo(args: argparse.Namespace) -> int:
     options = demo.Options(
         preset=args.preset,
         model=args.model,
+        batch=args.batch,
         prompt_length=args.prompt_length,
         tokens=args.tokens,
         rounds=args.rounds,
@@ -151,6 +173,38 @@ def _warmup(args: argparse.Namespace) -> int:
     backends = sorted({backend for _, backend in served})
     seconds = time.perf_counter() - begin
     print(f"{len(served)} forms compiled and run in {seconds:.1f} s, by {', '.join(backends)}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from sluice import demo
+    from sluice.integrations.onnx.export import STEPS, export, need
+
+    need("transformers", "onnx", "onnxscript", "onnxruntime")
+    if not (args.model / "config.json").is_file():
+        raise SluiceError(f"--model: expected a directory with config.json, got {args.model}")
+    if not args.out.parent.is_dir():
+        raise SluiceError(f"--out: expected a file in a directory that exists, got {args.out}")
+    begin = time.perf_counter()
+    with progress(1 + STEPS) as step:
+        step("loading the model")
+        model, _, notes = demo.load(
+            demo.Options(model=args.model, dtype=getattr(torch, args.dtype))
+        )
+        made = export(
+            model,
+            args.out,
+            target=args.target,
+            external_data=args.external_data,
+            progress=step,
+        )
+    seconds, size = time.perf_counter() - begin, made.bytes / 2**20
+    weights = f" and {args.out.name}.data" if made.external_data else ""
+    print(f"{notes[0]}: {args.out}{weights}, {size:.1f} MiB of {args.dtype} weights")
+    print(f"  {len(made.inputs) - 1} states, each an input past.* and an output present.*")
+    print(f"  checked: largest relative error against PyTorch {made.error:.1e}, {seconds:.0f} s")
     return 0
 
 

@@ -213,6 +213,10 @@ def mix(
 ) -> Tensor:
     """The computation of :meth:`GatedDeltaNet.forward` with the parameters of ``layer``."""
     _check(shape, x, rows, attention_mask)
+    exporting = torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
+    if exporting and attention_mask is not None:
+        expected = "None in an ONNX graph (its operators have no padding)"
+        raise ContractError("GatedDeltaNet", "attention_mask", expected, "a mask")
     single = x.dim() == 2 and rows.cu_seqlens is None
     x = x.unsqueeze(1) if single else x
     T = x.shape[-2]
@@ -224,8 +228,9 @@ def mix(
             attention_mask = None
         else:
             rows = pack(attention_mask != 0, rows)
-    few = T <= MAX_DECODE_TOKENS and rows.cu_seqlens is None
-    if few and rows.state is not None and rows.checkpoints is None:
+    kept = rows.state is not None and rows.cu_seqlens is None and rows.checkpoints is None
+    # a graph for ONNX serves any number of tokens, so it must not ask how many there are
+    if kept and not exporting and T <= MAX_DECODE_TOKENS:
         y = _step(layer, shape, x, rows)
     else:
         y = _prefill(layer, shape, x, rows, attention_mask is not None)

@@ -1,0 +1,115 @@
+"""Exported graphs in ONNX Runtime, states carried from call to call without copies.
+
+The recurrent state is read and written in one buffer, which the operator allows. The conv window
+has two that change places: ONNX Runtime rolls a row by a copy between overlapping memory when both
+are one. Keys and values grow, so the runtime allocates them, and what it made is the next input.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sluice.contract.errors import ContractError
+
+_KINDS = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(int64)": torch.int64,
+    "tensor(bool)": torch.bool,
+}
+
+
+class Runner:
+    """A graph of :func:`export`, called token by token or prompt by prompt.
+
+    Args:
+        path: the exported file.
+        batch: the number of sequences.
+        threads: of ONNX Runtime, its own choice by default.
+        providers: execution providers; the CPU's by default. States are kept in host memory.
+
+    Call it with the graph's input (``input_ids`` or ``hidden_states``) for its output; ``reset()``
+    begins new sequences, and ``states`` are the tensors as they are now.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        batch: int = 1,
+        *,
+        threads: int | None = None,
+        providers: tuple[str, ...] = ("CPUExecutionProvider",),
+    ) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        self._make_value = onnxruntime.OrtValue.ortvalue_from_numpy
+        self.session = onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+        self.batch = batch
+        inputs = {x.name: x for x in self.session.get_inputs()}
+        self._past = {n: x for n, x in inputs.items() if n.startswith("past.")}
+        (self._input,) = (x for n, x in inputs.items() if n not in self._past)
+        outputs = [x.name for x in self.session.get_outputs()]
+        self._output = outputs[0]
+        missing = {n.replace("past.", "present.", 1) for n in self._past} - set(outputs)
+        if missing:
+            raise ContractError("Runner", "path", "an output for each state", sorted(missing))
+        self.reset()
+
+    def reset(self) -> None:
+        """Zero states, no keys and values."""
+        self._kept: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor] = {}
+        self._grown: dict[str, Any] = {}
+        for name, x in self._past.items():
+            shape = [n if isinstance(n, int) else 0 for n in x.shape]
+            zeros = torch.zeros(self.batch, *shape[1:], dtype=_KINDS[x.type])
+            if isinstance(x.shape[2], str):
+                self._grown[name] = self._make_value(zeros.numpy())
+            else:
+                self._kept[name] = zeros
+                if name.endswith("conv"):
+                    self._spare[name] = torch.empty_like(zeros)
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """The states by name, without "past."; those that are kept in place are not copied."""
+        grown = {n: torch.from_numpy(x.numpy()) for n, x in self._grown.items()}
+        now = self._kept | grown
+        return {name.removeprefix("past."): now[name] for name in self._past}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The output for the next tokens; the states go on."""
+        x = x.detach().contiguous()
+        binding = self.session.io_binding()
+        self._bind(binding.bind_input, self._input.name, x)
+        binding.bind_output(self._output, "cpu")
+        for name, kept in self._kept.items():
+            self._bind(binding.bind_input, name, kept)
+            written = self._spare.get(name, kept)
+            self._bind(binding.bind_output, _present(name), written)
+        for name, grown in self._grown.items():
+            binding.bind_ortvalue_input(name, grown)
+            binding.bind_output(_present(name), "cpu")
+        self.session.run_with_iobinding(binding)
+        bound = (self._output, *map(_present, self._kept), *map(_present, self._grown))
+        made = dict(zip(bound, binding.get_outputs(), strict=True))  # in the order they were bound
+        for name in self._spare:
+            self._kept[name], self._spare[name] = self._spare[name], self._kept[name]
+        self._grown = {name: made[_present(name)] for name in self._grown}
+        return torch.from_numpy(made[self._output].numpy())
+
+    def _bind(self, bind: Any, name: str, x: Tensor) -> None:
+        kind = {torch.float32: 1, torch.float16: 10, torch.int64: 7}[x.dtype]  # ONNX's numbers
+        bind(name, "cpu", 0, kind, list(x.shape), x.data_ptr())
+
+
+def _present(name: str) -> str:
+    return name.replace("past.", "present.", 1)
