@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -87,6 +88,26 @@ def randomise(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def own_cache(model: nn.Module) -> Any:
+    """The cache class of the model's own that transformers had until 5.4; None since."""
+    for name, kind in vars(sys.modules[type(model).__module__]).items():
+        if name.endswith("DynamicCache") and name != "DynamicCache":
+            return kind
+    return None
+
+
+def new_cache(model: nn.Module) -> Any:
+    """An empty cache that grows, of whatever class this transformers has."""
+    from transformers import DynamicCache
+
+    kind = own_cache(model)
+    return DynamicCache(config=model.config) if kind is None else kind(model.config)
+
+
 def states_of(cache: Any, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(conv [B, D, W], recurrent [B, HV, K, V]) of a transformers cache."""
-    return cache.get_conv_state(layer), cache.get_recurrent_state(layer)
+    kept = cache if isinstance(getattr(cache, "conv_states", None), list) else cache.layers[layer]
+    conv, state = kept.conv_states, kept.recurrent_states
+    if isinstance(conv, dict):
+        return conv[0], state[0]
+    return (conv[layer], state[layer]) if isinstance(conv, list) else (conv, state)

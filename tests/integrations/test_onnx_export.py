@@ -193,6 +193,33 @@ def test_torchs_own_export_needs_nothing_else(tmp_path):
         assert_within(torch.from_numpy(made), e, 1e-5, name="one token")
 
 
+class Alone(nn.Module):
+    """A layer without a cache."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_an_accelerated_layer_with_gradients_on_does_not_keep_the_traced_length(tmp_path):
+    """transformers' own chunks, which run under gradients otherwise, would."""
+    layer = Alone(sluice.accelerate(stock_layer("qwen3_5").requires_grad_(True)))
+    width = layer.layer.hidden_size
+    path = tmp_path / "layer.onnx"
+    with torch.enable_grad(), _quiet():
+        T = torch.export.Dim("T", min=2, max=512)
+        x = torch.randn(1, 70, width)
+        torch.onnx.export(layer, (x,), path, dynamo=True, dynamic_shapes=({1: T},), verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    for length in (5, 130):
+        x = torch.randn(1, length, width)
+        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert_within(torch.from_numpy(y), layer(x), 1e-5, name=f"{length} tokens")
+
+
 def test_a_file_that_loses_its_state_is_found_and_removed(tmp_path, monkeypatch):
     """It looks right in the first call, which starts from nothing."""
     bind, kept = Runner._bind, []

@@ -6,7 +6,6 @@ import copy
 import itertools
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.models import FAMILIES, stock_layer, stock_model
-from transformers import DynamicCache, StaticCache
+from tests.models import FAMILIES, new_cache, states_of, stock_layer, stock_model
 
 from sluice.contract.errors import ContractError
 from sluice.integrations import transformers as integration
@@ -43,55 +41,43 @@ def _inference():
 def models(request):
     """A stock model, and an accelerated copy of it."""
     family, r = request.param
+    pytest.importorskip(f"transformers.models.{family}", reason="not in this transformers")
     stock = stock_model(family, r=r)
     with plain_torch(stock):
         yield stock, accelerate(copy.deepcopy(stock))
 
 
 def test_prefill_decode_and_continuation_equal_stock(models):
+    """One token or many behind a cache; stock without a cache is right in every release."""
     stock, ours = models
-    caches = [DynamicCache(config=stock.config) for _ in range(2)]
+    cache, given = new_cache(stock), []
     for i, T in enumerate((70, 1, 1, 5, 1, 30, 1)):
-        ids = tokens(2, T, seed=i)
-        exact = stock(ids, past_key_values=caches[0]).logits
-        close(ours(ids, past_key_values=caches[1]).logits, exact, f"call {i}")
-    for theirs, mine in zip(caches[0].layers, caches[1].layers, strict=True):
-        if hasattr(theirs, "recurrent_states"):
-            close(mine.recurrent_states[0], theirs.recurrent_states[0], "recurrent state")
-            close(mine.conv_states[0], theirs.conv_states[0], "conv state")
-            assert mine.conv_states[0].shape[-1] == 4
-            assert mine.recurrent_states[0].dtype == torch.float32
+        given.append(tokens(2, T, seed=i))
+        exact = stock(torch.cat(given, dim=1), use_cache=False).logits[:, -T:]
+        close(ours(given[-1], past_key_values=cache).logits, exact, f"call {i}")
 
 
-def test_generate_gives_the_same_greedy_tokens(models):
-    stock, ours = models
-    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
-    ids[1, :7], mask[1, :7] = 0, 0  # left padding, as generate wants it
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    exact = stock.generate(ids, **options)
-    assert torch.equal(ours.generate(ids, **options), exact)
-    assert torch.equal(ours.generate(ids, **options), exact)  # nothing stays behind
-    beams = {**options, "num_beams": 3}
-    assert torch.equal(ours.generate(ids, **beams), stock.generate(ids, **beams))
+def test_the_states_a_cache_gets_are_stock_s(models):
+    caches = [new_cache(models[0]) for _ in range(2)]
+    for ids in (tokens(2, 70), tokens(2, 1, seed=1), tokens(2, 1, seed=2)):
+        for model, cache in zip(models, caches, strict=True):
+            model(ids, past_key_values=cache)
+    for i in (0, 1, 2):
+        (conv, state), (conv_exact, exact) = (states_of(cache, i) for cache in caches[::-1])
+        close(state, exact, "recurrent state")
+        close(conv, conv_exact, "conv state")
+        assert conv.shape[-1] == 4
+        assert state.dtype == torch.float32
 
 
 def test_the_cache_is_updated_in_place(models):
     stock, ours = models
-    cache = DynamicCache(config=stock.config)
+    cache = new_cache(stock)
     ours(tokens(1, 9), past_key_values=cache)
-    before = [x.data_ptr() for x in (cache.get_conv_state(0), cache.get_recurrent_state(0))]
+    before = [x.data_ptr() for x in states_of(cache)]
     for T in (1, 3, 20):
         ours(tokens(1, T), past_key_values=cache)
-    after = [x.data_ptr() for x in (cache.get_conv_state(0), cache.get_recurrent_state(0))]
-    assert before == after
-
-
-def test_a_reset_cache_starts_anew(models):
-    stock, ours = models
-    cache = StaticCache(config=stock.config, max_cache_len=32)
-    first = ours(tokens(1, 9), past_key_values=cache).logits
-    cache.reset()
-    close(ours(tokens(1, 9), past_key_values=cache).logits, first)
+    assert before == [x.data_ptr() for x in states_of(cache)]
 
 
 def test_right_padding_continues_as_if_it_were_not_there_row_27(models):
@@ -103,7 +89,7 @@ def test_right_padding_continues_as_if_it_were_not_there_row_27(models):
     last = tokens(2, 1, seed=5)
     logits = {}
     for name, model in (("stock", stock), ("ours", ours)):
-        cache = DynamicCache(config=stock.config)
+        cache = new_cache(stock)
         model(ids, attention_mask=mask, past_key_values=cache)
         more = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
         position = torch.tensor(lengths).view(2, 1)
@@ -115,6 +101,15 @@ def test_right_padding_continues_as_if_it_were_not_there_row_27(models):
     close(logits["ours"][:1], exact)
     assert relative_error(logits["stock"][:1], exact) > 0.01
     close(logits["ours"][1:], logits["stock"][1:], "the row without padding")
+
+
+def layers_only(model, ids, options):
+    """What the first layer gives: full attention finds packed sequences in other ways."""
+    seen = []
+    handle = known_layers(model)[0].register_forward_hook(lambda m, a, y: seen.append(y))
+    model(ids, **options)
+    handle.remove()
+    return seen[0]
 
 
 def test_packed_sequences_do_not_leak_row_29(models):
@@ -129,13 +124,20 @@ def test_packed_sequences_do_not_leak_row_29(models):
         close(logits[:, a:b], stock(ids[:, a:b]).logits)
     leaked = stock(ids, **packed).logits  # its torch functions know nothing of packing
     assert relative_error(leaked[:, lengths[0] :], logits[:, lengths[0] :]) > 0.01
-    with pytest.raises(ContractError, match="cu_seq_lens_q: expected a tensor beside seq_idx"):
-        ours(ids, position_ids=position, seq_idx=torch.zeros_like(ids), use_cache=False)
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
+    by_number = {"position_ids": position, "seq_idx": numbers, "use_cache": False}
+    assert_same_bits(layers_only(ours, ids, by_number), layers_only(ours, ids, packed), "seq_idx")
+    both = {**packed, "seq_idx": numbers}
+    assert_same_bits(ours(ids, **both).logits, logits, "both")
+    with pytest.raises(ContractError, match=r"seq_idx: expected shape \[1, 21\]"):
+        ours(ids, position_ids=position, seq_idx=numbers[:, 1:], use_cache=False)
 
 
 def test_a_cpu_model_runs_where_the_stock_choice_of_fla_crashes_row_28(monkeypatch):
     """transformers takes FLA at import, whatever the device; on a CPU Triton then raises."""
-    stock = stock_model("qwen3_5")
+    stock = stock_model("qwen3_next")
+    if hasattr(known_layers(stock)[0], "chunk_gated_delta_rule"):
+        pytest.skip("this transformers chooses for each layer, and looks at the device")
     exact = stock(tokens(1, 9)).logits
     file = sys.modules[type(stock).__module__]
 
@@ -151,27 +153,12 @@ def test_a_cpu_model_runs_where_the_stock_choice_of_fla_crashes_row_28(monkeypat
     assert ours.generate(tokens(1, 5), max_new_tokens=3, do_sample=False).shape == (1, 8)
 
 
-def test_gradients_take_the_stock_path_and_one_warning_says_so(models, monkeypatch):
-    stock, ours = models
-    monkeypatch.setattr(integration, "_warned", set())
-    ids = tokens(1, 9)
-    with torch.enable_grad(), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        ours(ids, labels=ids).loss.backward()
-        ours(ids)
-        stock(ids, labels=ids).loss.backward()
-    assert len([w for w in seen if "gradients are on" in str(w.message)]) == 1
-    for layer, same in zip(known_layers(ours), known_layers(stock), strict=True):
-        close(layer.A_log.grad, same.A_log.grad, "gradient")
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours.requires_grad_(False)(ids)  # frozen: nothing wants a gradient
-
-
 def test_a_cache_that_records_its_past_is_left_to_transformers(models, monkeypatch):
     stock, ours = models
     monkeypatch.setattr(integration, "_warned", set())
-    caches = [DynamicCache(config=stock.config) for _ in range(2)]
+    caches = [new_cache(stock) for _ in range(2)]
+    if not hasattr(getattr(caches[0], "layers", [None])[0], "activate_past_recording"):
+        pytest.skip("this transformers records no past")
     for cache in caches:
         for layer in cache.layers:
             if hasattr(layer, "activate_past_recording"):
@@ -179,7 +166,8 @@ def test_a_cache_that_records_its_past_is_left_to_transformers(models, monkeypat
     with pytest.warns(UserWarning, match="records its past"):
         mine = ours(tokens(1, 9), past_key_values=caches[1]).logits
     close(mine, stock(tokens(1, 9), past_key_values=caches[0]).logits)
-    assert caches[1].layers[0].conv_states[0].shape[-1] == 9
+    shapes = [states_of(cache)[0].shape for cache in caches]
+    assert shapes[0] == shapes[1]
 
 
 def test_restore_gives_the_stock_bits_back(models):
@@ -227,7 +215,7 @@ def test_unknown_layers_are_left_alone_and_none_known_is_refused():
         def forward(self, x):
             return x
 
-    mixed = nn.ModuleList([stock_layer("qwen3_5"), MyGatedDeltaNet()])
+    mixed = nn.ModuleList([stock_layer("qwen3_next"), MyGatedDeltaNet()])
     accelerate(mixed)
     assert "forward" in mixed[0].__dict__
     assert "forward" not in mixed[1].__dict__
@@ -236,7 +224,7 @@ def test_unknown_layers_are_left_alone_and_none_known_is_refused():
 
 
 def test_a_layer_that_is_refused_leaves_the_others_as_they_were():
-    layers = nn.ModuleList([stock_layer("qwen3_5"), stock_layer("qwen3_5")])
+    layers = nn.ModuleList([stock_layer("qwen3_next"), stock_layer("qwen3_next")])
     layers[1].activation = "gelu"
     with pytest.raises(ContractError, match="activation"):
         accelerate(layers)
@@ -273,34 +261,20 @@ def hooked(layer, hook):
 
 
 def test_hooks_of_offloaded_weights_still_fire():
-    layer, hook, x = stock_layer("qwen3_5"), Hook(), torch.randn(1, 9, 48)
+    layer, hook, x = stock_layer("qwen3_next"), Hook(), torch.randn(1, 9, 48)
     exact = layer(x)
     accelerate(hooked(layer, hook))
     close(layer(x), exact)
-    fired = [("pre", "layer"), ("pre", "Conv1d"), ("pre", "Qwen3_5RMSNormGated")]
-    assert hook.calls == [*fired, ("post", "Qwen3_5RMSNormGated"), ("post", "Conv1d")]
+    fired = [("pre", "layer"), ("pre", "Conv1d"), ("pre", "Qwen3NextRMSNormGated")]
+    assert hook.calls == [*fired, ("post", "Qwen3NextRMSNormGated"), ("post", "Conv1d")]
     restore(layer)
     assert_same_bits(layer(x), exact, "restored")
 
 
 def test_a_forward_that_was_replaced_before_comes_back():
-    layer, x = stock_layer("qwen3_5"), torch.randn(1, 9, 48)
+    layer, x = stock_layer("qwen3_next"), torch.randn(1, 9, 48)
     layer.forward = lambda *args, **kwargs: "mine"
     assert restore(accelerate(layer))(x) == "mine"
-
-
-def test_compiled_decode_with_a_static_cache_equals_stock():
-    stock = stock_model("qwen3_5")
-    ours = accelerate(copy.deepcopy(stock))
-    caches = [StaticCache(config=stock.config, max_cache_len=32) for _ in range(2)]
-    with plain_torch(stock):
-        for model, cache in zip((stock, ours), caches, strict=True):
-            model(tokens(1, 9), past_key_values=cache)
-        compiled = torch.compile(ours.forward, backend="aot_eager", fullgraph=True)
-        for t in range(3):
-            ids, where = tokens(1, 1, seed=t), torch.tensor([[9 + t]])
-            exact = stock(ids, position_ids=where, past_key_values=caches[0]).logits
-            close(compiled(ids, position_ids=where, past_key_values=caches[1]).logits, exact)
 
 
 def test_importing_the_adapter_does_not_import_transformers():

@@ -1,5 +1,7 @@
 """transformers models made fast in place: ``accelerate(model)``, undone by ``restore(model)``.
 
+``install()`` does the same for models that transformers builds later, ``uninstall()`` undoes it.
+
 Each gated delta layer keeps its class, parameters and submodules; only its instance's ``forward``
 is replaced, by one with the same signature that uses transformers' own cache. Importing this module
 does not import transformers.
@@ -8,6 +10,8 @@ does not import transformers.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -17,23 +21,39 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from sluice.contract.errors import ContractError
+from sluice.contract.errors import ContractError, SluiceError
+from sluice.integrations import transformers_cache as states
 from sluice.layers.gated_delta_net import mix
 from sluice.layers.rows import Rows
 from sluice.layers.weights import LAYERS, is_known, shape_of
 
-_SHAPE, _KEPT = "_sluice_shape", "_sluice_kept"  # attributes of an accelerated layer
+# attributes of an accelerated layer
+_SHAPE, _KEPT, _BORDERS, _HOOK = (f"_sluice_{x}" for x in ("shape", "kept", "borders", "hook"))
 _warned: set[str] = set()
+_installed: dict[str, type[nn.Module]] = {}  # by the names transformers has them under
+
+_FILES = {
+    "Qwen3NextGatedDeltaNet": "qwen3_next",
+    "Qwen3_5GatedDeltaNet": "qwen3_5",
+    "Qwen3_5MoeGatedDeltaNet": "qwen3_5_moe",
+    "Qwen4ExpTextGatedDeltaNet": "qwen4_exp",
+}
+
+_PACKED_GRADIENTS = (
+    "packed sequences with gradients run in plain torch, exact but slower than training kernels; "
+    "sluice.restore(model) gives transformers' own forward back"
+)
 
 
 def accelerate(model: nn.Module) -> nn.Module:
     """Run every gated delta layer of a transformers model through sluice, in place.
 
     Outputs, cache objects, ``generate()``, state dicts and submodules stay what they were. Padding
-    on either side is exact, and so are packed sequences (``cu_seq_lens_q``). Layers of other
-    classes are left alone. With gradients (grad mode on, and parameters or inputs that require
-    them) a layer's own forward runs, and one warning says so; the same holds while a cache records
-    its past.
+    on either side is exact, and so are packed sequences (``cu_seq_lens_q``, or ``seq_idx`` alone,
+    whose borders are read back to the host). Layers of other classes are left alone. With gradients
+    (grad mode on, and parameters or inputs that require them) a layer's own forward runs, and one
+    warning says so; the same holds while a cache records its past. Packed sequences with gradients,
+    which transformers' torch functions would mix, run in plain torch instead.
 
     Args:
         model: a Qwen3-Next, Qwen3.5, Qwen3.5-MoE or Qwen4-Exp model, or any module that holds its
@@ -56,6 +76,11 @@ def accelerate(model: nn.Module) -> nn.Module:
             name = _slot(layer)
             layer.__dict__[_SHAPE], layer.__dict__[_KEPT] = shape, layer.__dict__.get(name)
             layer.__dict__[name] = MethodType(_forward, layer)
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if is_known(child) and _HOOK not in child.__dict__ and not _takes_borders(type(child)):
+                note = functools.partial(_note_borders, name)
+                child.__dict__[_HOOK] = parent.register_forward_pre_hook(note, with_kwargs=True)
     return model
 
 
@@ -69,7 +94,50 @@ def restore(model: nn.Module) -> nn.Module:
             else:
                 layer.__dict__[name] = stock
             del layer.__dict__[_SHAPE], layer.__dict__[_KEPT]
+            if hook := layer.__dict__.pop(_HOOK, None):
+                hook.remove()
     return model
+
+
+def install() -> None:
+    """Accelerate the gated delta layers of every model that transformers builds from now on.
+
+    Through ``transformers.monkey_patching``: ``from_pretrained`` and ``from_config`` then build a
+    subclass of each known layer, which is accelerated when it is made. Models that exist already
+    stay as they are, and ``restore(model)`` works as ever. A layer that no operator serves stays
+    stock, and a warning says why. Installing twice is the same as once.
+
+    Raises:
+        SluiceError: this transformers has no such registration, or one that fails here, or does not
+            hand borders of packed sequences on to its layers (use ``accelerate(model)``, which
+            sees to that); or another library has registered one of the classes.
+    """
+    patching = _registration()
+    kinds = {name: kind for name, kind in _known_classes().items() if name not in _installed}
+    for name, kind in kinds.items():
+        if name in patching.get_patch_mapping():
+            raise SluiceError(f"install: {name} is registered already, by another library")
+        if not _takes_borders(kind):
+            text = "install: this transformers drops borders of packed sequences on the way to its "
+            raise SluiceError(text + "layers; use sluice.accelerate(model)")
+    made = {name: _accelerated_class(kind) for name, kind in kinds.items()}
+    patching.register_patch_mapping(made)
+    _installed.update(made)
+    try:  # once, here: some releases fail where an optional package of another model is missing
+        with patching.apply_patches():
+            pass
+    except Exception as error:
+        uninstall()
+        _put_back(kinds, made)
+        text = f"install: the registration of this transformers fails here ({error})"
+        raise SluiceError(f"{text}; use sluice.accelerate(model)") from error
+
+
+def uninstall() -> None:
+    """Undo ``install`` for models built from now on; those that exist stay accelerated."""
+    if _installed:
+        _registration().unregister_patch_mapping(list(_installed))
+        _installed.clear()
 
 
 def known_layers(model: nn.Module) -> list[nn.Module]:
@@ -110,35 +178,81 @@ def _forward(
     **kwargs,
 ) -> Tensor:
     """A layer's forward with transformers' signature."""
-    reason = _why_stock(self, hidden_states, cache_params)
+    noted = self.__dict__.pop(_BORDERS, {})  # from the layer around this one, where it drops them
+    borders = _borders(hidden_states, {**noted, **kwargs})
+    training = _wants_gradients(self, hidden_states)
+    reason = _why_stock(self, cache_params, training and borders is None)
     if reason is not None:
         _warn_once(reason)
+        if borders is not None:
+            expected = "None while the cache records its past"
+            raise ContractError("accelerate", "cu_seq_lens_q", expected, "packed sequences")
         return _stock(self)(
             hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
         )
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if kwargs.get("seq_idx") is not None and cu_seqlens is None:
-        raise ContractError("accelerate", "cu_seq_lens_q", "a tensor beside seq_idx", None)
-    shape = self.__dict__[_SHAPE]
-    if cache_params is None:
-        rows, fresh = Rows(), False
-    else:
-        rows = Rows(
-            cache_params.get_conv_state(self.layer_idx),
-            cache_params.get_recurrent_state(self.layer_idx),
-        )
-        fresh = rows.state is None
-        if fresh:
-            n = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            rows = _zero_states(shape, hidden_states, n)
-    rows = rows._replace(state_layout="kv", cu_seqlens=cu_seqlens)
-    with _child_hooks(self):
-        out = mix(self, shape, hidden_states, rows, attention_mask)
-    if fresh:
-        width = shape.conv_width
-        cache_params.update_conv_state(rows.conv_state, self.layer_idx, conv_kernel_size=width)
-        cache_params.update_recurrent_state(rows.state, self.layer_idx)
+    if attention_mask is not None:  # some releases hand on the mask of earlier tokens too
+        attention_mask = attention_mask[:, -hidden_states.shape[1] :]
+    if training:
+        _warn_once(_PACKED_GRADIENTS)
+        return _train_packed(self, hidden_states, cache_params, attention_mask, borders)
+    return _infer(self, hidden_states, cache_params, attention_mask, borders)
+
+
+def _infer(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor | None):
+    """Through the operators, the cache's states in place."""
+    shape, found = layer.__dict__[_SHAPE], None
+    rows = Rows()
+    if cache is not None:
+        found = states.states(cache, layer.layer_idx)
+        if found is not None:
+            rows = Rows(*found)
+        else:
+            n = x.shape[0] if borders is None else borders.shape[0] - 1
+            rows = _zero_states(shape, x, n)
+    rows = rows._replace(state_layout="kv", cu_seqlens=borders)
+    with _child_hooks(layer):
+        if borders is not None and x.shape[0] > 1:  # rows of packed sequences, as one row
+            out = mix(layer, shape, x.flatten(0, 1).unsqueeze(0), rows).view(x.shape)
+        else:
+            out = mix(layer, shape, x, rows, mask)
+    if cache is not None and found is None:
+        assert rows.conv_state is not None
+        assert rows.state is not None
+        states.keep(cache, layer.layer_idx, rows.conv_state, rows.state, shape.conv_width)
     return out
+
+
+def _train_packed(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor):
+    """With gradients, in plain torch, for packed sequences: transformers' own would mix them."""
+    from sluice.gradients import packed_layer
+
+    if mask is not None:
+        raise ContractError("accelerate", "attention_mask", "None beside cu_seq_lens_q", "both")
+    if cache is not None and states.states(cache, layer.layer_idx) is not None:
+        expected = "a cache without tokens, for packed sequences with gradients"
+        raise ContractError("accelerate", "past_key_values", expected, "one with tokens")
+    shape = layer.__dict__[_SHAPE]
+    with _child_hooks(layer):
+        row = x.flatten(0, 1).unsqueeze(0)
+        out, windows, finals = packed_layer(layer, shape, row, borders)
+    if cache is not None:
+        windows, finals = windows.detach(), finals.detach()
+        states.keep(cache, layer.layer_idx, windows, finals, shape.conv_width)
+    return out.view(x.shape)
+
+
+def _borders(x: Tensor, kwargs) -> Tensor | None:
+    """Borders of packed sequences: ``cu_seq_lens_q``, or read off ``seq_idx`` [B, T]."""
+    borders, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if borders is not None or numbers is None:
+        return borders
+    if tuple(numbers.shape) != tuple(x.shape[:2]):
+        expected, got = f"shape {list(x.shape[:2])}", f"shape {list(numbers.shape)}"
+        raise ContractError("accelerate", "seq_idx", expected, got)
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    starts = begins.flatten().nonzero().squeeze(1)  # read back to the host: N is not known before
+    return torch.cat([starts, starts.new_full((1,), numbers.numel())])
 
 
 def _zero_states(shape, x: Tensor, n: int) -> Rows:
@@ -151,16 +265,22 @@ def _zero_states(shape, x: Tensor, n: int) -> Rows:
     )
 
 
-def _why_stock(layer: nn.Module, x: Tensor, cache) -> str | None:
-    """Why this call is left to transformers; None when it is not."""
-    if torch.is_grad_enabled() and (
+def _wants_gradients(layer: nn.Module, x: Tensor) -> bool:
+    if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+        return False  # an ONNX graph has none, and transformers' chunks would fix its length
+    return torch.is_grad_enabled() and (
         x.requires_grad or any(p.requires_grad for p in layer.parameters())
-    ):
+    )
+
+
+def _why_stock(layer: nn.Module, cache, training: bool) -> str | None:
+    """Why this call is left to transformers; None when it is not."""
+    if training:
         return (
             "gradients are on, so transformers' own forward runs; call the model under "
             "torch.no_grad() or torch.inference_mode() to use sluice"
         )
-    if cache is not None and cache.is_recording_past(layer.layer_idx):
+    if cache is not None and states.records_past(cache, layer.layer_idx):
         return "the cache records its past, which only transformers' own forward does"
     return None
 
@@ -169,6 +289,59 @@ def _warn_once(reason: str) -> None:
     if reason not in _warned and not torch.compiler.is_compiling():
         _warned.add(reason)
         warnings.warn(f"sluice.accelerate: {reason}", UserWarning, stacklevel=3)
+
+
+def _registration():
+    """transformers' registry of classes to be replaced."""
+    try:
+        return importlib.import_module("transformers.monkey_patching")
+    except ModuleNotFoundError as missing:
+        text = "install: transformers 5.9 or newer, whose monkey_patching replaces classes"
+        raise SluiceError(f"{text}, is not there; use sluice.accelerate(model)") from missing
+
+
+def _known_classes() -> dict[str, type[nn.Module]]:
+    """The layer classes of the model files that this transformers has."""
+    found = {}
+    for name, family in _FILES.items():
+        path = f"transformers.models.{family}.modeling_{family}"
+        with contextlib.suppress(ModuleNotFoundError):
+            found[name] = getattr(importlib.import_module(path), name)
+    return found
+
+
+def _put_back(kinds: dict[str, type[nn.Module]], made: dict[str, type[nn.Module]]) -> None:
+    """The classes as they were: a registration that fails half-way leaves some replaced."""
+    for module in list(sys.modules.values()):
+        for name, kind in kinds.items():
+            if getattr(module, "__dict__", {}).get(name) is made[name]:
+                setattr(module, name, kind)
+
+
+def _accelerated_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name whose instances are accelerated when they are made."""
+
+    def init(self: nn.Module, *args, **kwargs) -> None:
+        kind.__init__(self, *args, **kwargs)
+        try:
+            accelerate(self)
+        except ContractError as refusal:
+            _warn_once(f"a layer stays as transformers has it: {refusal}")
+
+    body = {"__init__": init, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), body)
+
+
+def _takes_borders(kind: type) -> bool:
+    """Whether this release hands borders of packed sequences on to its gated delta layers."""
+    parameters = inspect.signature(inspect.unwrap(kind.forward)).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _note_borders(name: str, parent: nn.Module, args, kwargs) -> None:
+    """Releases before 5.9 stop the borders one level above the layer: take them there."""
+    found = {k: kwargs[k] for k in ("cu_seq_lens_q", "seq_idx") if kwargs.get(k) is not None}
+    getattr(parent, name).__dict__[_BORDERS] = found
 
 
 def _stock(layer: nn.Module) -> MethodType:

@@ -42,7 +42,10 @@ def shape_of(layer: Any) -> QwenShape:
     kind = type(layer).__name__
     if not is_known(layer):
         raise ContractError("from_transformers", "layer", f"one of {', '.join(LAYERS)}", kind)
-    conv, gate = _activation(layer, "layer"), _activation(layer.norm, "layer.norm")
+    conv = _activation(layer, "layer")
+    # older releases do not say what its norm's gate is: silu, in all of them
+    named = hasattr(layer.norm, "activation") or not _is_norm(layer.norm)
+    gate = _activation(layer.norm, "layer.norm") if named else "silu"
     if conv != "silu":
         raise ContractError("from_transformers", "layer.activation", "'silu'", repr(conv))
     if gate not in ("silu", "sigmoid"):
@@ -145,6 +148,12 @@ def _part(x: Tensor, dim: int, rank: int, tp: int) -> Tensor:
         expected = f"a dimension {dim} that {tp} ranks divide"
         raise ContractError("shard_weights", "weights", expected, f"shape {list(x.shape)}")
     return x.chunk(tp, dim)[rank]
+
+
+def _is_norm(module: object) -> bool:
+    """Whether it is the gated norm of a transformers model file."""
+    kind = type(module)
+    return kind.__name__.endswith("RMSNormGated") and kind.__module__.startswith("transformers.")
 
 
 def _activation(module: object, name: str) -> str:

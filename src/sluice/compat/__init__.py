@@ -1,0 +1,10 @@
+"""Other libraries' functions under their own names, argument orders and return shapes.
+
+- ``sluice.compat.fla``: flash-linear-attention 0.6.0
+- ``sluice.compat.causal_conv1d``: causal-conv1d 1.6
+- ``sluice.compat.flashinfer``: FlashInfer 0.7.2
+
+States keep the layout upstream has, and are updated in place where upstream does so. Every option
+is honoured or refused by an error that names it; docs/compat.md lists which. None of the libraries
+is imported, and a CPU is as good as a GPU.
+"""

@@ -1,0 +1,163 @@
+"""causal-conv1d's functions (1.6), served by sluice, on CPU and GPU.
+
+Inputs are channel-first ``[B, D, T]``, in either memory order; states ``[B, D, L]``, L >= W - 1,
+with the same strides upstream takes. Gradients of ``causal_conv1d_fn`` are in plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sluice import gradients, ops
+from sluice.compat import common
+from sluice.compat.common import need
+from sluice.compat.fla_conv import WIDTHS
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``causal_conv1d.causal_conv1d_fn``: y [B, D, T], and final states [B, D, W - 1] if asked.
+
+    ``seq_idx`` [B, T] keeps packed sequences apart; negative entries are padding and give zeros. As
+    upstream it stands alone: beside states it is refused. Its borders are read back to the host.
+    ``final_states_out`` is written in place; without ``return_final_states`` it is refused.
+    """
+    op = "causal_conv1d_fn"
+    act, W = common.silu_or_none(op, activation), weight.shape[1]
+    need(x.dim() == 3, op, "x", "[B, D, T]", f"shape {list(x.shape)}")
+    need(
+        return_final_states or final_states_out is None,
+        op,
+        "final_states_out",
+        "return_final_states beside it",
+        return_final_states,
+    )
+    if seq_idx is not None:
+        common.refuse(op, "initial_states", initial_states, "None beside seq_idx")
+        need(not return_final_states, op, "return_final_states", "False beside seq_idx", True)
+        return _packed(op, x, weight, bias, seq_idx, act)
+    y, final = _conv(x, weight, bias, initial_states, act)
+    if not return_final_states:
+        return y
+    if final_states_out is not None:
+        size = [x.shape[0], x.shape[1], W - 1]
+        got = list(final_states_out.shape)
+        need(got == size, op, "final_states_out", f"shape {size}", got)
+        final_states_out.copy_(final)
+        final = final_states_out
+    return y, final
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """``causal_conv1d.causal_conv1d_update``: y like x; ``conv_state`` [P, D, L] in place.
+
+    ``x`` is [B, D] or [B, D, T]. With ``cache_seqlens`` [B] the state is a ring, written from
+    column ``cache_seqlens % L`` on. Negative ``conv_state_indices`` are padding: zeros, and no
+    state is touched. No gradient, as upstream; asking for one raises.
+    """
+    op = "causal_conv1d_update"
+    act, W = common.silu_or_none(op, activation), weight.shape[1]
+    need(W in WIDTHS, op, "weight", f"a width of {WIDTHS}", f"width {W}")
+    single = x.dim() == 2
+    x = x.unsqueeze(-1) if single else x
+    need(x.dim() == 3, op, "x", "[B, D] or [B, D, T]", f"{x.dim()} dimensions")
+    options = {"activation": act, "layout": "bdt", "slots": conv_state_indices}
+    if cache_seqlens is None:
+        y, _ = ops.causal_conv1d(x, weight, bias, state=conv_state, **options)  # type: ignore[arg-type]
+    else:
+        need(cache_seqlens.shape == x.shape[:1], op, "cache_seqlens", "[B]", cache_seqlens.shape)
+        y = _ring(x, conv_state, weight, bias, cache_seqlens, conv_state_indices, act)
+    return y.squeeze(-1) if single else y
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """``causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states``: [N, D, state_len].
+
+    The last inputs of each packed sequence of ``x`` [T, D]; zeros before its first.
+    """
+    starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    at = ends + torch.arange(-state_len, 0, device=x.device)
+    states = x[at.clamp(min=0)] if len(x) else x.new_zeros(*at.shape, x.shape[1])
+    return torch.where((at >= starts).unsqueeze(-1), states, 0).transpose(1, 2)
+
+
+def _conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, act: str | None
+) -> tuple[Tensor, Tensor]:
+    """y and the last W - 1 inputs."""
+    W = weight.shape[1]
+    if W not in WIDTHS or gradients.wanted(x, weight, bias, state):
+        y, final = gradients.conv(x.mT, weight, bias, state, length=W - 1, activation=act)
+        return y.mT, final.to(x.dtype)
+    made = x.mT.new_zeros(x.shape[0], W - 1, x.shape[1]).mT  # channel-last, as upstream makes it
+    if state is not None:
+        made.copy_(state)
+    y = torch.empty_like(x)
+    ops.causal_conv1d(x, weight, bias, activation=act, state=made, layout="bdt", out=y)
+    return y, made
+
+
+def _packed(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, act: str | None
+) -> Tensor:
+    """Sequences of equal ``seq_idx`` that are neighbours in a row, as one packed row."""
+    B, D, T = x.shape
+    ok = seq_idx.shape == (B, T)
+    need(ok, op, "seq_idx", f"shape {[B, T]}", f"shape {list(seq_idx.shape)}")
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    starts = begins.flatten().nonzero().squeeze(1)
+    borders = torch.cat([starts, starts.new_full((1,), B * T)])
+    tokens = x.mT.reshape(1, B * T, D)
+    if weight.shape[1] not in WIDTHS or gradients.wanted(x, weight, bias):
+        y, _ = gradients.conv(
+            tokens, weight, bias, None, length=0, activation=act, cu_seqlens=borders
+        )
+    else:
+        y, _ = ops.causal_conv1d(tokens, weight, bias, activation=act, cu_seqlens=borders)
+    return torch.where((seq_idx >= 0).unsqueeze(1), y.view(B, T, D).mT, 0)
+
+
+def _ring(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    at: Tensor,
+    slots: Tensor | None,
+    act: str | None,
+) -> Tensor:
+    """An update whose state is a ring: unroll what is read, write where the ring stands."""
+    (B, D, T), L, W = x.shape, conv_state.shape[2], weight.shape[1]
+    rows = torch.arange(B, device=x.device) if slots is None else slots.long()
+    before = torch.arange(1 - W, 0, device=x.device) + at.long().unsqueeze(1)
+    channels = torch.arange(D, device=x.device).view(1, D, 1)
+    live = rows >= 0
+    row = rows.clamp(min=0).view(B, 1, 1)
+    window = conv_state[row, channels, (before % L).unsqueeze(1)]
+    own = torch.where(live, torch.arange(B, device=x.device), -1)
+    y, _ = ops.causal_conv1d(x, weight, bias, activation=act, state=window, slots=own, layout="bdt")
+    kept = min(T, L)
+    after = (at.long().unsqueeze(1) + torch.arange(T - kept, T, device=x.device)) % L
+    column = after[live].unsqueeze(1)
+    conv_state[row[live], channels, column] = x[live][..., T - kept :].to(conv_state.dtype)
+    return y

@@ -1,0 +1,105 @@
+"""flash-linear-attention served by sluice: ``install()``, through FLA's own backend registry.
+
+FLA asks its registry before each call of ``chunk_gated_delta_rule`` (prefill) and ``chunk_kda``.
+Once installed, calls that sluice serves go to ``sluice.compat.fla``, on a CPU as well, where FLA's
+own kernels cannot run; the others stay FLA's. Decoding (``fused_recurrent_*``) is not asked for
+there: use ``sluice.compat.fla`` for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+
+from sluice import gradients
+from sluice.compat import fla as compat
+from sluice.contract.errors import SluiceError
+
+_PREFERENCE = 1  # before FLA's other choices (3 and 5), behind what a device cannot do without (0)
+_KEYWORDS = {"A_log", "chunk_size", "dt_bias", "transpose_state_layout", "use_gate_in_kernel"}
+
+
+def install() -> None:
+    """Register sluice with FLA's registry, for prefill. Installing twice is the same as once.
+
+    On a GPU, calls that want gradients stay FLA's, whose backward is a kernel; on a CPU sluice
+    serves them too. A call with an option that ``sluice.compat.fla`` refuses stays FLA's.
+
+    Raises:
+        SluiceError: FLA 0.6 is not there, or its registry is switched off
+            (``FLA_DISABLE_BACKEND_DISPATCH=1``).
+    """
+    backends = _registry()
+    for entry, function in _entries():
+        backends.register(entry)(_backend(backends.BaseBackend, function))
+
+
+def uninstall() -> None:
+    """Undo ``install``."""
+    backends = _registry()
+    for entry, _ in _entries():
+        if isinstance(entry, str):
+            registry = backends._get_operation_registry(entry)
+        else:
+            registry = backends._function_registries[inspect.unwrap(entry)]
+        registry._backends.pop("sluice", None)
+
+
+def _entries() -> list[tuple[Any, str]]:
+    """What FLA registers backends under, an operation's name or a function, and what is served."""
+    kda = importlib.import_module("fla.ops.kda")
+    return [("gated_delta_rule", "chunk_gated_delta_rule"), (kda.chunk_kda, "chunk_kda")]
+
+
+def _registry() -> Any:
+    """``fla.backends``, its operators imported."""
+    try:
+        backends = importlib.import_module("fla.backends")
+        for operation in ("gated_delta_rule", "kda"):
+            importlib.import_module(f"fla.ops.{operation}")
+    except ImportError as missing:
+        raise SluiceError(f"install: flash-linear-attention 0.6 is needed: {missing}") from missing
+    if backends._DISPATCH_DISABLED:
+        raise SluiceError("install: FLA's registry is off (FLA_DISABLE_BACKEND_DISPATCH=1)")
+    return backends
+
+
+def _backend(base: type, function: str) -> type:
+    """A backend of FLA's that serves one function."""
+    served = getattr(compat, function)
+
+    def verifier(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        reason = _why_not(served, args, kwargs)
+        return reason is None, reason
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return served(*args, **kwargs)
+
+    body = {
+        "__doc__": f"sluice's {function}.",
+        "backend_type": "sluice",
+        "priority": _PREFERENCE,
+        f"{function}_verifier": verifier,
+        function: run,
+    }
+    return type("SluiceBackend", (base,), body)
+
+
+def _why_not(served: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call stays FLA's, from its options alone: nothing runs. None if sluice serves it."""
+    given = inspect.signature(served).bind(*args, **kwargs).arguments
+    more = given.pop("kwargs", {})
+    if given.get("cp_context") is not None:
+        return "cp_context: sluice has no context parallelism behind this interface"
+    if unknown := set(more) - _KEYWORDS:
+        return f"{', '.join(sorted(unknown))}: not known to sluice"
+    on = more.get("use_gate_in_kernel", given.get("use_gate_in_kernel", False))
+    if not on and any(more.get(name) is not None for name in ("A_log", "dt_bias")):
+        return "A_log or dt_bias without use_gate_in_kernel"
+    tensors = [x for x in (*given.values(), *more.values()) if isinstance(x, torch.Tensor)]
+    if given["q"].device.type != "cpu" and gradients.wanted(*tensors):
+        return "gradients on a GPU: FLA's backward is a kernel, sluice's is plain torch"
+    return None

@@ -1,0 +1,117 @@
+"""Gradients of an accelerated model: transformers' own, or plain torch where that is wrong."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.models import new_cache, states_of, stock_model
+
+from sluice.contract.errors import ContractError
+from sluice.integrations import transformers as integration
+from sluice.integrations.transformers import accelerate, known_layers, plain_torch
+from sluice.testing.compare import assert_within
+
+TIGHT = 5e-5
+LENGTHS = (6, 70, 1, 4)
+
+
+def tokens(*size, seed=0):
+    return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings(monkeypatch):
+    monkeypatch.setattr(integration, "_warned", set())
+
+
+@pytest.fixture(params=[("qwen3_next", 2), ("qwen3_5", 3)], ids=str)
+def models(request):
+    """A stock model, and an accelerated copy of it."""
+    family, r = request.param
+    pytest.importorskip(f"transformers.models.{family}", reason="not in this transformers")
+    stock = stock_model(family, r=r)
+    with plain_torch(stock):
+        yield stock, accelerate(copy.deepcopy(stock))
+
+
+def packed(lengths=LENGTHS):
+    """One row of sequences, and what a collator adds to it."""
+    position = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return tokens(1, sum(lengths)), {"position_ids": position, "cu_seq_lens_q": borders}
+
+
+def same_gradients(ours, stock):
+    compared = 0
+    for (name, p), exact in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        if exact.grad is not None and exact.grad.any():
+            assert_within(p.grad, exact.grad, 1e-3, name=name)
+            compared += "linear_attn" in name
+    assert compared >= 3 * 7  # three layers, all their weights
+
+
+def test_training_takes_the_stock_path_and_one_warning_says_so(models):
+    stock, ours = models
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ours(ids, attention_mask=mask, labels=ids).loss.backward()
+        ours(ids)
+        stock(ids, attention_mask=mask, labels=ids).loss.backward()
+    assert len([w for w in seen if "gradients are on" in str(w.message)]) == 1
+    same_gradients(ours, stock)
+
+
+def test_a_frozen_model_needs_no_gradients(models):
+    _, ours = models
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.requires_grad_(False)(tokens(1, 9))
+
+
+def test_gradients_of_packed_sequences_are_those_of_each_alone_row_29(models):
+    """Stock's torch functions mix packed sequences, so these are not left to them."""
+    stock, ours = models
+    ids, options = packed()
+    weight = torch.randn(1, ids.shape[1], 97, generator=torch.Generator().manual_seed(1))
+    with pytest.warns(UserWarning, match="packed sequences with gradients run in plain torch"):
+        logits = ours(ids, use_cache=False, **options).logits
+    (logits * weight).sum().backward()
+    for a, b in itertools.pairwise(options["cu_seq_lens_q"]):
+        alone = stock(ids[:, a:b], use_cache=False).logits
+        assert_within(logits[:, a:b], alone, TIGHT, name="logits")
+        (alone * weight[:, a:b]).sum().backward()
+    same_gradients(ours, stock)
+
+
+def test_a_cache_gets_the_packed_states_too(models):
+    _, ours = models
+    _, options = packed((5, 8))
+    cache, before = new_cache(ours), new_cache(ours)
+    with torch.no_grad():
+        known_layers(ours)[0](hidden := torch.randn(1, 13, 48), before, **options)
+    known_layers(ours)[0](hidden, cache, **options).sum().backward()
+    for kept, exact in zip(*(states_of(c) for c in (cache, before)), strict=True):
+        assert not kept.requires_grad
+        assert_within(kept, exact, TIGHT, name="state")
+
+
+def test_what_would_be_wrong_is_refused(models):
+    _, ours = models
+    layer = known_layers(ours)[0]
+    _, options = packed((5, 8))
+    hidden, cache = torch.randn(1, 13, 48), new_cache(ours)
+    layer(hidden, cache, **options)
+    with pytest.raises(ContractError, match="past_key_values: expected a cache without tokens"):
+        layer(hidden, cache, **options)
+    with pytest.raises(ContractError, match="attention_mask: expected None beside cu_seq_lens_q"):
+        layer(hidden, attention_mask=torch.ones(1, 13), **options)
