@@ -1,92 +1,205 @@
-"""Chunked prefill on Hopper: Triton's kernels over chunks, then the serial half in Gluon."""
+"""Chunked prefill on Hopper: the plan, the workspace, and the launches."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
 from sluice.backends.hopper.prefill_state import hopper_state_kernel
 from sluice.backends.triton import prefill as portable
-from sluice.backends.triton.launch import dense
+from sluice.backends.triton.launch import dense, strides
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
-CHUNK, BLOCK_V, NUM_BUFFERS = 64, 64, 2
-"""Two programs fit an SM: 112 KiB of shared memory each (H200, 2026-11-15)."""
+CHUNK, ROWS, NUM_BUFFERS = 64, 64, 3
+WHOLE = portable.WHOLE
+SHORTEST = 1024
+"""Tokens of a segment, at least: its transition takes then half of what its values take."""
+CHUNK_US = {64: 1.07, 128: 1.98}
+EFFECT_US, JOIN_US, LAUNCH_US = 1.37, 3.4, 4.0
+"""Microseconds, H200, 2026-11-15: a chunk by BLOCK_V, a chunk of a segment's effect, one join, and
+a launch more."""
+
+
+class Plan(NamedTuple):
+    """How a call is cut: tokens a segment (0: sequences stay whole), value columns a program."""
+
+    segment: int
+    BLOCK_V: int
+
+
+def plan(p: DeltaProblem, processors: int) -> Plan:
+    """The cheapest cut by a model of rounds over the SMs; shapes alone decide.
+
+    BLOCK_V changes no bit. A split does, so with ``batch_invariant`` there is none.
+    """
+    sequences = max(p.N, 1)
+    longest = p.T if not p.varlen else -(-p.T // sequences)
+    chunks = -(-longest // CHUNK)
+    best = _serial(sequences * p.HV, chunks, processors), Plan(0, _width(p, 1, processors))
+    if p.batch_invariant:
+        return best[1]
+    segment = SHORTEST
+    while segment < longest:
+        segments, length = -(-longest // segment), segment // CHUNK
+        effects = -(-sequences * (segments - 1) * p.HV * 2 // processors)
+        cost = effects * length * EFFECT_US + segments * JOIN_US + 2 * LAUNCH_US
+        cost += _serial(sequences * segments * p.HV, length, processors)
+        best = min(best, (cost, Plan(segment, _width(p, segments, processors))))
+        segment *= 2
+    return best[1]
+
+
+def _serial(states: int, chunks: int, processors: int) -> float:
+    return min(chunks * -(-states * (128 // v) // processors) * us for v, us in CHUNK_US.items())
+
+
+def _width(p: DeltaProblem, segments: int, processors: int) -> int:
+    states = max(p.N, 1) * segments * p.HV
+    return min(CHUNK_US, key=lambda v: -(-states * (128 // v) // processors) * CHUNK_US[v])
 
 
 def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``prefill``.
 
-    Few heads and a long sequence are Triton's: it splits them over the SMs. So are calls without a
-    whole chunk, and views whose rows TMA cannot reach (16-byte steps).
+    Calls without a whole chunk are Triton's, and views whose rows TMA cannot reach (16-byte steps).
     """
-    plan = portable.plan(p, portable.processors(p.device))
-    if plan.segment or p.T < CHUNK or p.N == 0 or not all(map(_reachable, (t.q, t.k, t.v, t.out))):
-        portable.run(p, t, plan)
+    if p.T < CHUNK or p.N == 0 or not all(map(_reachable, (t.q, t.k, t.v, t.out))):
+        portable.prefill(p, t)
         return
-    run(p, t)
+    run(p, t, plan(p, portable.processors(p.device)))
 
 
-def run(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Both halves, without a split."""
-    parts = portable.chunk_parts(p, t)
-    assert parts.a is not None
-    tokens, rows = p.B * p.T, t.rows
-
-    def matrix(x: Tensor, heads: int, width: int) -> TensorDescriptor:
-        """A descriptor over [tokens, heads * width] in tiles of [CHUNK, width of one head]."""
-        step = x.stride(1) if x.dim() == 4 else x.stride(0)
-        size, block = x.shape[-1], min(width, x.shape[-1])
-        return TensorDescriptor(
-            x, [tokens, heads * size], [step, 1], [CHUNK, block], _tile(block, p.dtype)
-        )
-
+def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
+    """Both halves, by a given plan."""
     with torch.cuda.device(p.device):
-        hopper_state_kernel[(p.N * p.HV * (p.V // BLOCK_V),)](
-            q_desc=matrix(t.q, p.HQ, p.K),
-            k_desc=matrix(t.k, p.HK, p.K),
-            v_desc=matrix(t.v, p.HV, BLOCK_V),
-            a_desc=matrix(parts.a, p.HV, CHUNK),
-            p_desc=matrix(parts.p, p.HV, CHUNK),
-            o_desc=matrix(t.out, p.HV, BLOCK_V),
-            q_ptr=t.q,
-            k_ptr=t.k,
-            v_ptr=t.v,
-            a_ptr=parts.a,
-            p_ptr=parts.p,
-            o_ptr=t.out,
-            g2_ptr=parts.g2,
-            r_q_ptr=parts.r_q,
-            r_k_ptr=parts.r_k,
-            state_ptr=t.state,
-            slots_ptr=dense(rows.slots),
-            write_slots_ptr=dense(rows.write_slots),
-            has_state_ptr=dense(rows.has_state),
-            cu_seqlens_ptr=dense(rows.cu_seqlens),
-            scale=p.scale,
-            N=p.N,
-            T=p.T,
-            pad_slot=p.rows.pad_slot,
-            stride_q_t=t.q.stride(1),
-            stride_k_t=t.k.stride(1),
-            stride_v_t=t.v.stride(1),
-            stride_o_t=t.out.stride(1),
-            stride_state_p=t.state.stride(0),
-            HQ=p.HQ,
-            HK=p.HK,
-            HV=p.HV,
-            K=p.K,
-            V=p.V,
-            BLOCK_V=BLOCK_V,
-            NUM_BUFFERS=NUM_BUFFERS,
-            STATE_KV=p.state_layout == "kv",
-            num_warps=4,
-        )
+        parts = _chunks(p, t) if p.HQ == p.HK else portable.chunk_parts(p, t, p.scale)
+        if not plan.segment:
+            _states(p, t, parts, plan, None, output=True)
+            return
+        units = portable.units_of(p, plan.segment, tail=False)
+        joined = torch.empty(units, p.HV, p.K, p.V + p.K, dtype=torch.float32, device=p.device)
+        _states(p, t, parts, plan._replace(BLOCK_V=128), joined, output=False)
+        portable.join(p, t, joined, plan.segment)
+        _states(p, t, parts, plan, joined, output=True)
+
+
+def _chunks(p: DeltaProblem, t: DeltaTensors) -> portable.Parts:
+    """The parallel half, where each key head has one query head."""
+    tokens = p.B * p.T
+    assert t.beta is not None
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(tokens, *shape, dtype=dtype, device=p.device)
+
+    a, products = (empty(p.HV, CHUNK, dtype=p.dtype) for _ in range(2))
+    g2 = None if t.g is None else empty(p.HV)
+    r_q, r_k = (empty(p.HK) if p.normalize_qk else None for _ in range(2))
+    hopper_chunks_kernel[(portable.units_of(p, CHUNK, tail=True) * p.HK,)](
+        q_desc=_matrix(p, t.q, p.K),
+        k_desc=_matrix(p, t.k, p.K),
+        g_ptr=t.g,
+        A_log_ptr=dense(t.A_log),
+        dt_bias_ptr=dense(t.dt_bias),
+        beta_ptr=t.beta,
+        a_ptr=a,
+        p_ptr=products,
+        g2_ptr=g2,
+        r_q_ptr=r_q,
+        r_k_ptr=r_k,
+        o_ptr=t.out,
+        cu_seqlens_ptr=dense(t.rows.cu_seqlens),
+        scale=p.scale,
+        beta_scale=2.0 if p.neg_eigval else 1.0,
+        N=p.N,
+        T=p.T,
+        **strides(t.g, "g", "bth"),
+        **strides(t.beta, "beta", "bth"),
+        stride_o_t=t.out.stride(1),
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        RAW_BETA=p.raw_gates,
+        num_warps=4,
+    )
+    return portable.Parts(a, products, g2, r_q, r_k)
+
+
+def _states(
+    p: DeltaProblem,
+    t: DeltaTensors,
+    parts: portable.Parts,
+    plan: Plan,
+    joined: Tensor | None,
+    *,
+    output: bool,
+) -> None:
+    """The serial half: outputs and final states, or what each segment does to any state."""
+    assert parts.a is not None
+    rows, segment = t.rows, plan.segment or WHOLE
+
+    blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
+    hopper_state_kernel[(portable.units_of(p, segment, tail=False) * p.HV * blocks,)](
+        q_desc=_matrix(p, t.q, p.K),
+        k_desc=_matrix(p, t.k, p.K),
+        v_desc=_matrix(p, t.v, ROWS),
+        a_desc=_matrix(p, parts.a, CHUNK),
+        p_desc=_matrix(p, parts.p, CHUNK),
+        o_desc=_matrix(p, t.out, ROWS),
+        q_ptr=t.q,
+        k_ptr=t.k,
+        v_ptr=t.v,
+        a_ptr=parts.a,
+        p_ptr=parts.p,
+        o_ptr=t.out,
+        g2_ptr=parts.g2,
+        r_q_ptr=parts.r_q,
+        r_k_ptr=parts.r_k,
+        joined_ptr=joined,
+        state_ptr=t.state,
+        slots_ptr=dense(rows.slots),
+        write_slots_ptr=dense(rows.write_slots),
+        has_state_ptr=dense(rows.has_state),
+        cu_seqlens_ptr=dense(rows.cu_seqlens),
+        scale=p.scale,
+        N=p.N,
+        T=p.T,
+        pad_slot=p.rows.pad_slot,
+        segment_size=segment,
+        stride_q_t=t.q.stride(1),
+        stride_k_t=t.k.stride(1),
+        stride_v_t=t.v.stride(1),
+        stride_o_t=t.out.stride(1),
+        stride_state_p=t.state.stride(0),
+        HQ=p.HQ,
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BLOCK_V=plan.BLOCK_V,
+        NUM_BUFFERS=NUM_BUFFERS,
+        STATE_KV=p.state_layout == "kv",
+        OUTPUT=output,
+        num_warps=4,
+    )
+
+
+def _matrix(p: DeltaProblem, x: Tensor, width: int) -> TensorDescriptor:
+    """A descriptor over [B * T, heads * width of a head] in tiles of [CHUNK, width]."""
+    return TensorDescriptor(
+        x,
+        [p.B * p.T, x.shape[-2] * x.shape[-1]],
+        [x.stride(-3), 1],
+        [CHUNK, width],
+        _tile(width, p.dtype),
+    )
 
 
 @functools.cache

@@ -61,8 +61,9 @@ def refuse(problem: Problem) -> str | None:
         return "arithmetic is float32, got float64"
     if problem.device.type == "cpu" and torch.bfloat16 in dtypes:
         return "Triton's interpreter truncates float32 to bfloat16: use float16 or float32"
-    if problem.op == "prefill" and getattr(problem, "decay", "") == "key":
-        return "per-key decay has no chunked kernel here yet"
+    per_key = problem.op == "prefill" and getattr(problem, "decay", "") == "key"
+    if per_key and problem.device.type == "cuda":
+        return "the kernel for per-key decay has run in Triton's interpreter only, not on a GPU"
     for name in ("K", "V"):
         width = getattr(problem, name, 0)
         if width > MAX_HEAD_DIM and problem.op != "rms_norm_gated":

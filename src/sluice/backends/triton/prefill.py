@@ -19,6 +19,7 @@ from sluice.backends.triton.prefill_chunks import (
     prefill_inverse_kernel,
     prefill_products_kernel,
 )
+from sluice.backends.triton.prefill_key import prefill_key_kernel
 from sluice.backends.triton.prefill_state import (
     prefill_join_kernel,
     prefill_segments_kernel,
@@ -74,7 +75,61 @@ def processors(device: torch.device) -> int:
 
 def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``prefill``."""
-    run(p, t, plan(p, processors(p.device)))
+    if p.decay == "key":
+        run_per_key(p, t)
+    else:
+        run(p, t, plan(p, processors(p.device)))
+
+
+def run_per_key(p: DeltaProblem, t: DeltaTensors) -> None:
+    """Decay per key: one kernel, no workspace, no split."""
+    rows, kept = t.rows, t.checkpoint_slots
+    block = min(32 if p.K <= 128 else 16, max(16, triton.next_power_of_2(p.V)))
+    launch(
+        prefill_key_kernel,
+        units_of(p, WHOLE, tail=True) * p.HV * triton.cdiv(p.V, block),
+        Config(num_warps=4),
+        p.device,
+        q_ptr=t.q,
+        k_ptr=t.k,
+        v_ptr=t.v,
+        g_ptr=t.g,
+        beta_ptr=t.beta,
+        A_log_ptr=dense(t.A_log),
+        dt_bias_ptr=dense(t.dt_bias),
+        state_ptr=t.state,
+        o_ptr=t.out,
+        slots_ptr=dense(rows.slots),
+        write_slots_ptr=dense(rows.write_slots),
+        has_state_ptr=dense(rows.has_state),
+        cu_seqlens_ptr=dense(rows.cu_seqlens),
+        checkpoint_slots_ptr=dense(kept),
+        checkpoint_positions_ptr=dense(t.checkpoint_positions),
+        scale=p.scale,
+        beta_scale=2.0 if p.neg_eigval else 1.0,
+        N=p.N,
+        T=p.T,
+        M=0 if kept is None else kept.shape[1],
+        every=p.checkpoint_every,
+        pad_slot=p.rows.pad_slot,
+        segment_size=WHOLE,
+        **strides(t.q, "q", "bth"),
+        **strides(t.k, "k", "bth"),
+        **strides(t.v, "v", "bth"),
+        **strides(t.g, "g", "bth"),
+        **strides(t.beta, "beta", "bth"),
+        **strides(t.out, "o", "bth"),
+        stride_state_p=t.state.stride(0),
+        HQ=p.HQ,
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BLOCK_K=max(16, triton.next_power_of_2(p.K)),
+        BLOCK_V=block,
+        NORM=p.normalize_qk,
+        STATE_KV=p.state_layout == "kv",
+    )
 
 
 class Parts(NamedTuple):
@@ -87,8 +142,8 @@ class Parts(NamedTuple):
     r_k: Tensor | None  # [.., HK] float32
 
 
-def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
-    """The parallel half: run prefill_chunks.py's kernels over all chunks."""
+def chunk_parts(p: DeltaProblem, t: DeltaTensors, p_scale: float = 1.0) -> Parts:
+    """The parallel half: run prefill_chunks.py's kernels over all chunks; P is times p_scale."""
     tokens, exact = p.B * p.T, p.dtype == torch.float32
     BLOCK_K = max(16, triton.next_power_of_2(p.K))
     empty = functools.partial(torch.empty, device=p.device)
@@ -100,7 +155,7 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
     dims = {"HK": p.HK, "HV": p.HV, "K": p.K, "V": p.V, "BLOCK_K": BLOCK_K}
     sizes = {"cu_seqlens_ptr": dense(t.rows.cu_seqlens), "N": p.N, "T": p.T}
     precision = EXACT if exact else "tf32"
-    units = _units(p, CHUNK, tail=True)
+    units = units_of(p, CHUNK, tail=True)
     launch(
         prefill_products_kernel,
         units * p.HK,
@@ -116,6 +171,7 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
         r_q_ptr=r_q,
         r_k_ptr=r_k,
         o_ptr=t.out,
+        p_scale=p_scale,
         **sizes,
         **strides(t.q, "q", "bth"),
         **strides(t.k, "k", "bth"),
@@ -159,7 +215,7 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
     exact = p.dtype == torch.float32
     precision = EXACT if exact else "tf32"
     segment = plan.segment or WHOLE
-    units = _units(p, segment, tail=False)
+    units = units_of(p, segment, tail=False)
     config = Config(num_warps=plan.num_warps, num_stages=plan.stages)
     common = {
         "k_ptr": t.k,
@@ -200,22 +256,7 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
             joined_ptr=joined,
             BLOCK_V=plan.BLOCK_V,
         )
-        launch(
-            prefill_join_kernel,
-            p.N * p.HV * triton.cdiv(p.V, JOIN_BLOCK_V),
-            Config(num_warps=8),
-            p.device,
-            joined_ptr=joined,
-            **sizes,
-            **pool,
-            HV=p.HV,
-            K=p.K,
-            V=p.V,
-            BLOCK_K=BLOCK_K,
-            BLOCK_V=JOIN_BLOCK_V,
-            segment_size=segment,
-            PRECISION=EXACT,
-        )
+        join(p, t, joined, segment)
     kept = t.checkpoint_slots
     launch(
         prefill_state_kernel,
@@ -242,7 +283,35 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
     )
 
 
-def _units(p: DeltaProblem, size: int, *, tail: bool) -> int:
+def join(p: DeltaProblem, t: DeltaTensors, joined: Tensor, segment: int) -> None:
+    """From what each segment does to any state, the states that segments start from."""
+    rows = t.rows
+    launch(
+        prefill_join_kernel,
+        p.N * p.HV * triton.cdiv(p.V, JOIN_BLOCK_V),
+        Config(num_warps=8),
+        p.device,
+        joined_ptr=joined,
+        state_ptr=t.state,
+        slots_ptr=dense(rows.slots),
+        has_state_ptr=dense(rows.has_state),
+        cu_seqlens_ptr=dense(rows.cu_seqlens),
+        N=p.N,
+        T=p.T,
+        pad_slot=p.rows.pad_slot,
+        segment_size=segment,
+        stride_state_p=t.state.stride(0),
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BLOCK_K=max(16, triton.next_power_of_2(p.K)),
+        BLOCK_V=JOIN_BLOCK_V,
+        PRECISION=EXACT,
+        STATE_KV=p.state_layout == "kv",
+    )
+
+
+def units_of(p: DeltaProblem, size: int, *, tail: bool) -> int:
     """Work units of ``size`` tokens, as ``find_sequence`` counts them; at least one a sequence."""
     if not p.varlen:
         return p.N * max(triton.cdiv(p.T, size), 1)

@@ -135,6 +135,7 @@ def prefill_products_kernel(
     r_k_ptr,  # [B * T, HK] float32
     o_ptr,  # [B, T, HO, V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    p_scale,  # of P
     N,
     T,
     stride_q_b,
@@ -198,7 +199,7 @@ def prefill_products_kernel(
             )  # fmt: skip
             tl.store(g2_ptr + token * HV + head_v, g2, mask=rows)
             p = p * tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0))
-        p = tl.where(lower, p, 0.0).to(p_ptr.dtype.element_ty)
+        p = tl.where(lower, p * p_scale, 0.0).to(p_ptr.dtype.element_ty)
         at = p_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
         tl.store(at, p, mask=rows[:, None])
 

@@ -1,0 +1,102 @@
+"""The Gluon kernels compile for Hopper without one, with production's constants, and fit; plans."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from sluice.backends.hopper import prefill
+from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
+from sluice.backends.hopper.prefill_state import hopper_state_kernel
+from sluice.backends.triton import interpreted
+from tests.gpu.cross import resources
+
+C, K = 64, 128
+HEADS = {"HQ": 16, "HK": 16, "HV": 32, "K": K, "V": K}
+FLOATS = {"g", "A_log", "dt_bias", "beta", "g2", "r_q", "r_k", "joined", "state"}
+INDICES = {"slots": "*i64", "write_slots": "*i64", "has_state": "*i1", "cu_seqlens": "*i32"}
+NO_NORM = {"r_q_ptr": None, "r_k_ptr": None}
+NO_RAW = {"A_log_ptr": None, "dt_bias_ptr": None, "RAW_BETA": False}
+STATE = {"NUM_BUFFERS": prefill.NUM_BUFFERS, "STATE_KV": False, "joined_ptr": None, "OUTPUT": True}
+KERNELS = {
+    "chunks": (hopper_chunks_kernel, NO_NORM | NO_RAW),
+    "chunks, raw gates and norm": (hopper_chunks_kernel, {"RAW_BETA": True}),
+    "chunks, no decay": (hopper_chunks_kernel, NO_NORM | NO_RAW | {"g_ptr": None, "g2_ptr": None}),
+    "states, 64 columns": (hopper_state_kernel, STATE | NO_NORM | {"BLOCK_V": 64}),
+    "states, 128 columns": (
+        hopper_state_kernel,
+        STATE | {"BLOCK_V": 128, "STATE_KV": True, "cu_seqlens_ptr": None},
+    ),
+    "segments' effects": (
+        hopper_state_kernel,
+        {k: v for k, v in STATE.items() if k != "joined_ptr"} | {"BLOCK_V": 128, "OUTPUT": False},
+    ),
+}
+
+
+def kind(name: str) -> str:
+    """What a parameter is, as Triton writes it."""
+    if name.endswith("_desc"):
+        width = K if name in ("q_desc", "k_desc") else C
+        layout = gl.NVMMASharedLayout.get_default_for([C, width], gl.bfloat16)
+        return f"tensordesc<bf16[{C}, {width}],{layout!r}>"
+    base = name.removesuffix("_ptr")
+    if base == name:
+        return "fp32" if name in ("scale", "beta_scale") else "i32"
+    return INDICES.get(base) or ("*fp32" if base in FLOATS else "*bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(interpreted(), reason="the interpreter does not compile")
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_for_hopper_and_fits(name):
+    """Next to no spills, shared memory of one SM, tensor-core instructions of a warpgroup."""
+    fn, constants = KERNELS[name]
+    constants = HEADS | constants
+    signature, values, attributes = {}, {}, {}
+    for i, argument in enumerate(fn.arg_names):
+        if argument in constants:
+            signature[argument], values[(i,)] = "constexpr", constants[argument]
+            continue
+        signature[argument] = kind(argument)
+        if argument.endswith("_ptr"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(fn=fn, signature=signature, constexprs=values, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    used = resources(compiled)
+    assert used.spills <= 160
+    assert used.shared <= 227 * 1024
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> SimpleNamespace:
+    """What a plan looks at, for a packed call of N sequences of equal length."""
+    return SimpleNamespace(N=N, T=N * tokens, HV=HV, varlen=True, batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("HV", [4, 8, 32, 64])
+@pytest.mark.parametrize("N", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [64, 2048, 8192, 131072])
+def test_a_plan_splits_into_whole_chunks_or_not_at_all(tokens, N, HV):
+    """Segments are whole chunks, long enough for the workspace's promise."""
+    plan = prefill.plan(problem(N, tokens, HV), 132)
+    assert plan.BLOCK_V in (64, 128)
+    assert plan.segment % C == 0
+    assert plan.segment == 0 or prefill.SHORTEST <= plan.segment < tokens
+    assert prefill.plan(problem(N, tokens, HV, batch_invariant=True), 132).segment == 0
+
+
+def test_a_long_sequence_with_few_heads_is_split_and_a_full_chip_is_not():
+    """Eight heads leave most of 132 SMs idle; 64 heads fill them."""
+    assert prefill.plan(problem(1, 32768, 8), 132).segment > 0
+    assert prefill.plan(problem(1, 32768, 64), 132).segment == 0
+    assert prefill.plan(problem(8, 4096, 64), 132) == prefill.Plan(0, 128)
