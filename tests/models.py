@@ -12,6 +12,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from sluice.testing.compare import assert_within
+
 # family: prefix of its classes, its text config
 FAMILIES = {
     "qwen3_next": ("Qwen3Next", "Qwen3NextConfig"),
@@ -111,3 +113,13 @@ def states_of(cache: Any, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(conv, dict):
         return conv[0], state[0]
     return (conv[layer], state[layer]) if isinstance(conv, list) else (conv, state)
+
+
+def tokens(*size: int, seed: int = 0) -> torch.Tensor:
+    """Words to feed a small model."""
+    return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual: torch.Tensor, exact: torch.Tensor, name: str = "logits") -> None:
+    """Equal but for the rounding of float32 through four layers."""
+    assert_within(actual, exact, 5e-5, name=name)

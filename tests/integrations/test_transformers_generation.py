@@ -14,38 +14,26 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.models import config, new_cache, own_cache, randomise, states_of, stock_model
+from tests.models import (
+    close,
+    config,
+    new_cache,
+    own_cache,
+    randomise,
+    states_of,
+    stock_model,
+    tokens,
+)
 from transformers import StaticCache
 
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch
-from sluice.testing.compare import assert_same_bits, assert_within, relative_error
-
-TIGHT = 5e-5  # float32 through four layers
-
-
-def tokens(*size, seed=0):
-    return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed))
-
-
-def close(actual, exact, name="logits"):
-    assert_within(actual, exact, TIGHT, name=name)
+from sluice.testing.compare import assert_same_bits, relative_error
 
 
 @pytest.fixture(autouse=True)
 def _inference():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(params=[("qwen3_next", 2), ("qwen3_5", 3), ("qwen3_5_moe", 1)], ids=str)
-def models(request):
-    """A stock model, and an accelerated copy of it."""
-    family, r = request.param
-    pytest.importorskip(f"transformers.models.{family}", reason="not in this transformers")
-    stock = stock_model(family, r=r)
-    stock.generation_config.eos_token_id = None  # all tokens asked for
-    with plain_torch(stock):
-        yield stock, accelerate(copy.deepcopy(stock))
 
 
 @pytest.fixture

@@ -1,0 +1,23 @@
+"""What the tests of transformers models share."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+
+@pytest.fixture(params=[("qwen3_next", 2), ("qwen3_5", 3), ("qwen3_5_moe", 1)], ids=str)
+def models(request):
+    """A stock model, and an accelerated copy of it."""
+    pytest.importorskip("transformers")
+    from tests.models import stock_model
+
+    from sluice.integrations.transformers import accelerate, plain_torch
+
+    family, r = request.param
+    pytest.importorskip(f"transformers.models.{family}", reason="not in this transformers")
+    stock = stock_model(family, r=r)
+    stock.generation_config.eos_token_id = None  # all tokens asked for
+    with plain_torch(stock):
+        yield stock, accelerate(copy.deepcopy(stock))
