@@ -161,14 +161,14 @@ def _warmup(args: argparse.Namespace) -> int:
         _check_device(args.device)
     options = {
         "tp": args.tp,
-        "device": args.device,
         "dtype": getattr(torch, args.dtype),
         "state_dtype": getattr(torch, args.state_dtype),
         "state_layout": args.state_layout,
     }
     begin = time.perf_counter()
-    meta = {**options, "device": torch.device("meta")}
-    with progress(sum(1 for _ in forms(args.model, **meta))) as step:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options["device"] = torch.device(device)
+    with progress(sum(1 for _ in forms(args.model, **options))) as step:
         served = warmup(args.model, **options, progress=step)
     backends = sorted({backend for _, backend in served})
     seconds = time.perf_counter() - begin

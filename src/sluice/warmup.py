@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,24 +18,42 @@ from torch import Tensor
 from sluice import dispatch, library, ops
 from sluice.layers.qwen import QwenShape, preset
 
+Models = str | QwenShape | Sequence[str | QwenShape]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
 BATCHES = (1, 8, 64, 512)
 """Rows of a decode step; kernels are configured by how many states there are."""
+PROMPT = (1, 130)
+LONG_PROMPTS = ((1, 2048), (8, 1024), (1, 16384), (1, 65536))
+"""Sequences and their tokens: on a GPU a prompt is cut up by its length and number of heads."""
+HELPERS, COLD_SECONDS = 6, 0.25
+"""Processes that compile beside this one on a GPU, if the disk cache is found to be empty: a form
+takes longer than this."""
+_HELPER = """
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+importlib.import_module("sluice.warmup").help_with(sys.argv[2])
+"""
 
 
 class Form(NamedTuple):
-    """One way in which an operator is called."""
+    """One way in which an operator is called. Its tensors live while it runs."""
 
     name: str
     op: str
-    args: tuple[Any, ...]
-    options: dict[str, Any]
+    make: Callable[[], Call]
 
-    def run(self) -> Any:
-        return getattr(ops, self.op)(*self.args, **self.options)
+    def run(self) -> str:
+        """Call it twice; the name of the backend that served it."""
+        arguments, options = self.make()
+        with library.probing() as problems:
+            getattr(ops, self.op)(*arguments, **options)
+        getattr(ops, self.op)(*arguments, **options)
+        return dispatch.explain_problem(problems[0]).chosen or "-"
 
 
 def warmup(
-    models: str | QwenShape | Sequence[str | QwenShape],
+    models: Models,
     *,
     tp: int = 1,
     device: torch.device | str | None = None,
@@ -39,8 +64,9 @@ def warmup(
 ) -> list[tuple[str, str]]:
     """Run every operator once in each form that a model of these shapes calls it in.
 
-    Rows are padding and sequences short, so that this takes the compiler's time, not the kernels'.
-    Compiled kernels are kept on disk by their compilers: a later process finds them.
+    Rows are padding, so that this takes the compiler's time, not the kernels'. Compiled kernels are
+    kept on disk by their compilers: a later process finds them. On a GPU, where nothing is kept
+    yet, other processes compile a part meanwhile; a long prompt takes some memory for a moment.
 
     Args:
         models: names (``sluice.layers.qwen``) or shapes; ``tp`` divides named ones.
@@ -58,24 +84,57 @@ def warmup(
     >>> len(served) > 8
     True
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    served = []
-    dispatch.compile_all(torch.device(device).type)
-    for form in forms(models, tp, torch.device(device), dtype, state_dtype, state_layout):
-        if progress is not None:
-            progress(form.name)
-        with library.probing() as problems:
-            form.run()
-        form.run()
-        served.append((form.name, dispatch.explain_problem(problems[0]).chosen or "-"))
-    if torch.device(device).type == "cuda":
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dispatch.compile_all(device.type)
+    what = (models, tp, device, dtype, state_dtype, state_layout)
+    todo = list(forms(*what))
+    served: dict[int, str] = {}
+
+    def run(numbers: range) -> float:
+        begin = time.perf_counter()
+        for number in numbers:
+            if number not in served:
+                if progress is not None:
+                    progress(todo[number].name)
+                served[number] = todo[number].run()
+        return time.perf_counter() - begin
+
+    run(range(1))  # this also starts the device
+    cold = run(range(1, 2)) > COLD_SECONDS
+    helpers = _start_helpers(what) if cold and device.type == "cuda" else []
+    run(range(0, len(todo), 1 + len(helpers)))
+    for helper in helpers:
+        helper.wait()
+    run(range(len(todo)))  # whatever they compiled is loaded, and what they could not is compiled
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return served
+    return [(form.name, served[number]) for number, form in enumerate(todo)]
+
+
+def _start_helpers(what: tuple[Any, ...]) -> list[subprocess.Popen[bytes]]:
+    """Other processes, each with its share of the forms; none where there is no core for them."""
+    count = min(HELPERS, (os.cpu_count() or 1) - 1)
+    none = subprocess.DEVNULL
+    started = []
+    for share in range(1, count + 1):
+        task = pickle.dumps((what, share, 1 + count)).hex()
+        command = [sys.executable, "-c", _HELPER, json.dumps(sys.path), task]
+        try:
+            started.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))
+        except OSError:  # no interpreter to start: everything is compiled here
+            break
+    return started
+
+
+def help_with(task: str) -> None:
+    """Run a share of the forms, for a process that waits for it."""
+    what, share, shares = pickle.loads(bytes.fromhex(task))
+    for form in list(forms(*what))[share::shares]:
+        form.run()
 
 
 def forms(
-    models: str | QwenShape | Sequence[str | QwenShape],
+    models: Models,
     tp: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -102,16 +161,27 @@ class _Forms:
         state_layout: str,
     ) -> None:
         self.shape, self.device, self.dtype = shape, device, dtype
-        tail = (shape.head_v_dim, shape.head_k_dim)
-        tail = tail if state_layout == "vk" else tail[::-1]
-        self.state_layout = state_layout
-        self.state = self.zeros(2, shape.num_v_heads, *tail, dtype=state_dtype)
-        self.window = self.zeros(2, shape.conv_channels, shape.conv_width - 1)
-        self.weights = {
-            "conv_weight": self.zeros(shape.conv_channels, shape.conv_width),
-            "A_log": self.zeros(shape.num_v_heads),
-            "dt_bias": self.zeros(shape.num_v_heads),
-            "norm_weight": self.zeros(shape.head_v_dim),
+        self.state_dtype, self.state_layout = state_dtype, state_layout
+
+    @functools.cached_property
+    def state(self) -> Tensor:
+        s = self.shape
+        tail = (s.head_v_dim, s.head_k_dim)
+        tail = tail if self.state_layout == "vk" else tail[::-1]
+        return self.zeros(2, s.num_v_heads, *tail, dtype=self.state_dtype)
+
+    @functools.cached_property
+    def window(self) -> Tensor:
+        return self.zeros(2, self.shape.conv_channels, self.shape.conv_width - 1)
+
+    @functools.cached_property
+    def weights(self) -> dict[str, Tensor]:
+        s = self.shape
+        return {
+            "conv_weight": self.zeros(s.conv_channels, s.conv_width),
+            "A_log": self.zeros(s.num_v_heads),
+            "dt_bias": self.zeros(s.num_v_heads),
+            "norm_weight": self.zeros(s.head_v_dim),
         }
 
     def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -121,12 +191,12 @@ class _Forms:
         """Slots of N padded rows."""
         return {"slots": torch.full((N,), -1, dtype=torch.int64, device=self.device)}
 
-    def packed(self, T: int) -> dict[str, Any]:
-        """One packed sequence of T tokens that begins anew, in a padded row."""
-        bounds = torch.tensor([0, T], dtype=torch.int32)
-        known = torch.zeros(1, dtype=torch.bool, device=self.device)
+    def packed(self, N: int, T: int) -> dict[str, Any]:
+        """N packed sequences of T tokens that begin anew, in padded rows."""
+        bounds = torch.arange(0, N * T + 1, T, dtype=torch.int32)
+        known = torch.zeros(N, dtype=torch.bool, device=self.device)
         cu_seqlens = {"cu_seqlens": bounds.to(self.device), "cu_seqlens_cpu": bounds}
-        return {**self.rows(1), **cu_seqlens, "has_state": known}
+        return {**self.rows(N), **cu_seqlens, "has_state": known}
 
     def tokens(self, B: int, T: int) -> tuple[Tensor, ...]:
         s = self.shape
@@ -136,24 +206,28 @@ class _Forms:
         return q, k, v, g, beta
 
     def all(self) -> Iterator[Form]:
-        state = {"state": self.state, "state_layout": self.state_layout}
         for N in BATCHES:
             for T in (1, 4):
-                options = {**state, **self.rows(N)}
-                yield self.form("decode", f"{N} x {T}", self.tokens(N, T), options)
-                yield self.step(N, T)
-        yield from self.draft(8, 4, state)
-        for name, rows in (("packed", self.packed(130)), ("dense", self.rows(1))):
-            yield self.form("prefill", name, self.tokens(1, 130), {**state, **rows})
-            yield from self.convolutions(name, 130, {"state": self.window, **rows})
-        x = self.zeros(130, self.shape.num_v_heads, self.shape.head_v_dim)
-        gate = {"activation": self.shape.gate_activation}
-        yield self.form("rms_norm_gated", "", (x, x, self.weights["norm_weight"]), gate)
+                yield self.form("decode", f"{N} x {T}", self.decode, N, T)
+                yield self.form("step", f"{N} x {T}", self.step, N, T)
+        yield self.form("verify", "8 x 4", self.verify, 8, 4)
+        yield self.form("commit", "8 x 4", self.commit, 8, 4)
+        prompts = (PROMPT, *LONG_PROMPTS) if self.device.type == "cuda" else (PROMPT,)
+        for packed, name in ((True, "packed"), (False, "dense")):
+            for N, T in prompts:
+                yield self.form("prefill", f"{name} {N} x {T}", self.prefill, N, T, packed)
+            yield self.form("causal_conv1d", name, self.causal_conv1d, *PROMPT, packed)
+            yield self.form("conv_qkv", name, self.conv_qkv, *PROMPT, packed)
+        yield self.form("rms_norm_gated", "", self.rms_norm_gated, PROMPT[1])
 
-    def form(self, op: str, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> Form:
-        return Form(f"{self.shape.name} {op} {what}".rstrip(), op, args, options)
+    def form(self, op: str, what: str, make: Callable[..., Call], *sizes: int) -> Form:
+        return Form(f"{self.shape.name} {op} {what}".rstrip(), op, lambda: make(*sizes))
 
-    def step(self, N: int, T: int) -> Form:
+    def decode(self, N: int, T: int) -> Call:
+        state = {"state": self.state, "state_layout": self.state_layout}
+        return self.tokens(N, T), {**state, **self.rows(N)}
+
+    def step(self, N: int, T: int) -> Call:
         s = self.shape
         qkvz = self.zeros(N, T, s.conv_channels + s.value_dim)
         options = {
@@ -165,23 +239,39 @@ class _Forms:
             "gate_activation": s.gate_activation,
             **self.rows(N),
         }
-        arguments = (qkvz, self.zeros(N, T, 2 * s.num_v_heads))
-        return self.form("step", f"{N} x {T}", arguments, options)
+        return (qkvz, self.zeros(N, T, 2 * s.num_v_heads)), options
 
-    def convolutions(self, name: str, T: int, options: dict[str, Any]) -> Iterator[Form]:
+    def verify(self, N: int, T: int) -> Call:
+        tokens, options = self.decode(N, T)
+        inputs = self.zeros(N, T, self.shape.conv_channels)
+        return tokens, {**options, "conv_inputs": inputs, "conv_state": self.window}
+
+    def commit(self, N: int, T: int) -> Call:
+        tokens, options = self.verify(N, T)
+        accepted = torch.zeros(N, dtype=torch.int64, device=self.device)
+        return (ops.verify(*tokens, **options)[1], accepted), {}
+
+    def prefill(self, N: int, T: int, packed: bool) -> Call:
+        state = {"state": self.state, "state_layout": self.state_layout}
+        if packed:
+            return self.tokens(1, N * T), {**state, **self.packed(N, T)}
+        return self.tokens(N, T), {**state, **self.rows(N)}
+
+    def causal_conv1d(self, N: int, T: int, packed: bool) -> Call:
+        rows = self.packed(N, T) if packed else self.rows(N)
+        x = self.zeros(N, T, self.shape.conv_channels)
+        return (x, self.weights["conv_weight"]), {"state": self.window, **rows}
+
+    def conv_qkv(self, N: int, T: int, packed: bool) -> Call:
         s = self.shape
-        x, raw = self.zeros(1, T, s.conv_channels), self.zeros(1, T, s.num_v_heads)
+        arguments, options = self.causal_conv1d(N, T, packed)
+        raw = self.zeros(N, T, s.num_v_heads)
         heads = {"num_k_heads": s.num_k_heads, "num_v_heads": s.num_v_heads}
         widths = {"head_k_dim": s.head_k_dim, "head_v_dim": s.head_v_dim}
         gates = {"a": raw, "b": raw, **{n: self.weights[n] for n in ("A_log", "dt_bias")}}
-        arguments = (x, self.weights["conv_weight"])
-        yield self.form("causal_conv1d", name, arguments, options)
-        yield self.form("conv_qkv", name, arguments, {**heads, **widths, **gates, **options})
+        return arguments, {**heads, **widths, **gates, **options}
 
-    def draft(self, N: int, T: int, state: dict[str, Any]) -> Iterator[Form]:
-        inputs = self.zeros(N, T, self.shape.conv_channels)
-        window = {"conv_inputs": inputs, "conv_state": self.window}
-        verify = self.form("verify", f"{N} x {T}", self.tokens(N, T), state | self.rows(N) | window)
-        yield verify
-        accepted = torch.zeros(N, dtype=torch.int64, device=self.device)
-        yield self.form("commit", f"{N} x {T}", (verify.run()[1], accepted), {})
+    def rms_norm_gated(self, T: int) -> Call:
+        x = self.zeros(T, self.shape.num_v_heads, self.shape.head_v_dim)
+        options = {"activation": self.shape.gate_activation}
+        return (x, x, self.weights["norm_weight"]), options

@@ -178,6 +178,8 @@ _EMPTY: tuple[tuple[Any, str], ...] = (
 def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def fill(*args: Any, **kwargs: Any) -> Tensor:
         tensor = function(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a fill in a traced graph is no fill of its memory
+            return tensor
         if tensor.is_floating_point() or tensor.is_complex():
             with torch.no_grad():
                 tensor.fill_(float("nan"))
@@ -191,7 +193,8 @@ def nan_empty() -> Iterator[None]:
     """Fill what ``torch.empty`` and its kin return with NaN, so that a dropped store shows.
 
     Covers ``empty``, ``empty_like``, ``empty_strided`` and the tensor methods ``new_empty`` and
-    ``new_empty_strided``, for the whole process while active; integer tensors are left alone.
+    ``new_empty_strided``, for the whole process while active; integer tensors are left alone, and
+    what a compiler traces.
     """
     saved = [(owner, name, owner.__dict__.get(name)) for owner, name in _EMPTY]
     for owner, name in _EMPTY:

@@ -1,0 +1,234 @@
+"""What prefill promises on a GPU: the same bits, no waiting, graphs, large sizes, warm-up."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+import triton
+
+import sluice
+from sluice import dispatch
+from sluice.layers import QwenShape
+from sluice.testing import compare
+from tests.gpu.random_layer import Layer
+
+pytestmark = pytest.mark.gpu
+BACKENDS = [name for name in ("hopper", "triton") if dispatch.unavailable(name) is None]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Prompts:
+    """Packed sequences with random numbers, their states in a pool of two rows more."""
+
+    def __init__(self, lengths: list[int], HK: int = 2, HV: int = 8, seed: int = 0, T: int = 0):
+        gen = torch.Generator("cuda").manual_seed(seed)
+        total, self.N = T or sum(lengths), len(lengths)
+
+        def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+            return torch.randn(*shape, generator=gen, device="cuda", dtype=dtype)
+
+        self.tokens = {
+            "q": randn(total, HK, 128),
+            "k": randn(total, HK, 128),
+            "v": randn(total, HV, 128),
+            "g": randn(total, HV),
+            "beta": randn(total, HV),
+        }
+        self.rates = {"A_log": randn(HV, dtype=FP32) - 3, "dt_bias": randn(HV, dtype=FP32)}
+        self.pool = randn(self.N + 2, HV, 128, 128, dtype=FP32)
+        self.slots = torch.arange(self.N, device="cuda") + 1
+        self.set_lengths(lengths)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """In the same buffer, so that a graph sees them."""
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        if hasattr(self, "bounds"):
+            self.bounds.copy_(bounds)
+        else:
+            self.bounds = bounds.cuda()
+
+    def run(self, pool: torch.Tensor, backend: str | None = None, **options: Any) -> torch.Tensor:
+        o, _ = sluice.prefill(
+            **self.tokens,
+            **self.rates,
+            normalize_qk=True,
+            state=pool,
+            slots=self.slots,
+            cu_seqlens=self.bounds,
+            backend=backend,
+            **options,
+        )
+        return o
+
+    def once(self, backend: str | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self.pool.clone()
+        return self.run(pool, backend, **options), pool
+
+
+SIZES = {
+    "split": ((2, 8), [4096]),
+    "whole": ((16, 32), [1024]),
+    "many": ((16, 32), [256] * 8),
+    "ragged": ((4, 4), [100, 1000, 37, 64, 0, 1, 2000]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SIZES)
+def test_row_1_a_thousand_repeats_give_the_same_bits(backend, name):
+    (HK, HV), lengths = SIZES[name]
+    prompts = Prompts(lengths, HK, HV)
+    o, state = prompts.once(backend)
+    assert torch.isfinite(o).all()
+    different = torch.zeros((), device="cuda", dtype=torch.int64)
+    for _ in range(1000):
+        o_again, state_again = prompts.once(backend)
+        different += (o_again != o).any() | (state_again != state).any()
+    assert int(different) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_row_3_a_graph_replays_with_other_lengths_in_the_same_buffers(backend):
+    prompts = Prompts([300, 20, 704], T=1024)
+    pool = prompts.pool.clone()
+    prompts.run(pool, backend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = prompts.run(pool, backend)
+    for lengths in ([300, 20, 704], [0, 1000, 24], [64, 64, 512], [1, 0, 129]):
+        prompts.set_lengths(lengths)
+        pool.copy_(prompts.pool)
+        graph.replay()
+        got, got_pool = o.clone(), pool.clone()
+        expected, expected_pool = prompts.once(backend)
+        compare.assert_same_bits(got, expected, f"o of {lengths}")
+        compare.assert_same_bits(got_pool, expected_pool, f"state of {lengths}")
+        assert not got[sum(lengths) :].any(), "tokens of no sequence"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_row_31_prefill_does_not_wait_for_the_device(backend):
+    prompts = Prompts([3000, 50], 2, 8)
+    prompts.run(prompts.pool, backend)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prompts.run(prompts.pool, backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_streams_at_once_have_the_bits_of_one(backend):
+    calls = [Prompts([700, 333], seed=seed) for seed in (1, 2)]
+    alone = [prompts.once(backend) for prompts in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        found = []
+        for prompts, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(prompts.once(backend))
+        torch.cuda.synchronize()
+        for got, expected in zip(found, alone, strict=True):
+            assert torch.equal(got[0], expected[0])
+            assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_does_not_depend_on_its_batch_when_asked(backend):
+    """Its own length alone decides, whatever the others' and however many heads there are."""
+    prompts = Prompts([2000, 300, 4000], 4, 8)
+    o, pool = prompts.once(backend, batch_invariant=True)
+    start = 0
+    for i, length in enumerate([2000, 300, 4000]):
+        alone = Prompts([length], 4, 8)
+        alone.tokens = {n: x[start : start + length] for n, x in prompts.tokens.items()}
+        alone.rates, alone.pool = prompts.rates, prompts.pool[i : i + 3]
+        got, state = alone.once(backend, batch_invariant=True)
+        compare.assert_same_bits(got, o[start : start + length], f"o of sequence {i}")
+        compare.assert_same_bits(state[1], pool[i + 1], f"state of sequence {i}")
+        half = Prompts([length], 2, 4)  # the first half of the heads, as one of two ranks has them
+        half.tokens = {n: x[:, : x.shape[1] // 2] for n, x in alone.tokens.items()}
+        half.rates = {n: x[:4] for n, x in prompts.rates.items()}
+        half.pool = alone.pool[:, :4].contiguous()
+        got, _ = half.once(backend, batch_invariant=True)
+        compare.assert_same_bits(got, o[start : start + length, :4], f"half the heads of {i}")
+        start += length
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_row_5_tokens_past_two_to_the_31_elements(backend):
+    """A short sequence whose values and outputs lie beyond 2**31 elements."""
+    HK, HV, far, length = 1, 8, 2**21 + 64, 300
+    prompts = Prompts([far, length], HK, HV)
+    prompts.slots[0] = -1  # its outputs are zeros: quick
+    assert prompts.tokens["v"].numel() > 2**31
+    near = Prompts([length], HK, HV)
+    near.tokens = {n: x[far:].clone() for n, x in prompts.tokens.items()}
+    near.rates, near.pool = prompts.rates, prompts.pool[1:]
+    o, pool = prompts.once(backend, batch_invariant=True)
+    expected, expected_pool = near.once(backend, batch_invariant=True)
+    assert not o[:far].any()
+    compare.assert_same_bits(o[far:], expected, "o")
+    compare.assert_same_bits(pool[2], expected_pool[1], "state")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_row_9_more_programs_than_a_grid_has_in_y_and_z(backend):
+    """9,000 sequences of 8 heads are as 9 sequences a thousand times over."""
+    lengths = [1, 2, 70, 64, 0, 3, 65, 5, 10]
+    few = Prompts(lengths)
+    many = Prompts(lengths * 1000)
+    many.tokens = {n: torch.cat([x] * 1000) for n, x in few.tokens.items()}
+    many.rates = few.rates
+    many.pool = torch.cat((few.pool[:1], few.pool[1:10].repeat(1000, 1, 1, 1), few.pool[:1]))
+    o, pool = few.once(backend, batch_invariant=True)
+    o_many, pool_many = many.once(backend, batch_invariant=True)
+    compare.assert_same_bits(o_many, o.repeat(1000, 1, 1), "o")
+    compare.assert_same_bits(pool_many[1:9001], pool[1:10].repeat(1000, 1, 1, 1), "state")
+
+
+def variants() -> dict[str, int]:
+    """How many variants of each kernel of both backends this process has compiled."""
+    found = {}
+    for backend in BACKENDS:
+        for op, module in dispatch._module(backend).OPS.items():
+            kernels = vars(__import__(f"sluice.backends.{backend}.{module}", fromlist=["x"]))
+            for name, kernel in kernels.items():
+                if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
+                    caches = kernel.device_caches.values()
+                    found[op, name] = sum(len(cache[0]) for cache in caches)
+    return found
+
+
+def test_row_10_after_warmup_a_serving_process_compiles_nothing():
+    shape = QwenShape("small", 256, 4, 8, 4, (0, 1, 2))
+    sluice.warmup(shape)
+    before = variants()
+    layer = Layer(200, 4, HK=4, HV=8, K=128, V=128)
+    for rows in (1, 3, 17, 90, 200):
+        for tokens in (1, 3):
+            sluice.decode(**served(layer.delta(slice(0, rows), tokens)), state=layer.state)
+    for lengths in ([77], [5000], [30000], [1000] * 5, [3, 90, 4000]):
+        prompts = Prompts(lengths, 4, 8)
+        rows = {"slots": prompts.slots, "cu_seqlens": prompts.bounds}
+        new = torch.zeros(len(lengths), dtype=torch.bool, device="cuda")
+        sluice.prefill(**served(prompts.tokens), **rows, has_state=new, state=prompts.pool)
+    assert variants() == before
+
+
+def served(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs as conv_qkv leaves them: gates computed, in float32; slots as a scheduler has them."""
+    kept = ("q", "k", "v", "g", "beta", "slots")
+    kinds = {"g": FP32, "beta": FP32, "slots": torch.int64}
+    return {n: x.to(kinds.get(n, x.dtype)) for n, x in inputs.items() if n in kept}
