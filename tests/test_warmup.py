@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import pickle
 
+import pytest
 import torch
 
 import sluice
+import sluice.backends.chunked
+from sluice import backends, dispatch
 from sluice.layers import QwenShape
 
 module = importlib.import_module("sluice.warmup")
@@ -35,20 +38,20 @@ def test_a_gpu_gets_prompts_of_every_cut():
         assert f"tiny prefill dense {N} x {T}" in names
 
 
-def test_shares_are_all_the_forms(monkeypatch):
-    ran: list[str] = []
-    monkeypatch.setattr(module.Form, "run", lambda form: ran.append(form.name))
-    for share in range(3):
-        module.help_with(pickle.dumps((WHAT, share, 3)).hex())
-    assert sorted(ran) == sorted(form.name for form in module.forms(*WHAT))
+def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
+    """What a GPU's backend does with them is tests/gpu/test_launch.py."""
+    heard: list[str] = []
 
+    @contextlib.contextmanager
+    def compiling(calls):
+        calls = list(calls)
+        heard.extend(f"compile {call()}" for call in calls)
+        yield
+        heard.append("done")
 
-def test_a_helper_is_a_process_that_ends_well(monkeypatch):
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
-    (helper,) = module._start_helpers(WHAT)
-    assert helper.wait(timeout=120) == 0
-
-
-def test_on_one_core_there_is_no_helper(monkeypatch):
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 1)
-    assert module._start_helpers(WHAT) == []
+    monkeypatch.setattr(backends.chunked, "compiling", compiling, raising=False)
+    with dispatch.compiling("cpu", [lambda: "this", lambda: "that"]):
+        heard.append("run")
+    assert heard == ["compile this", "compile that", "run", "done"]
+    with dispatch.compiling("mps", [lambda: pytest.fail("not for this device")]):
+        pass

@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
@@ -145,11 +145,20 @@ def devices(name: str) -> tuple[str, ...]:
     return tuple(_module(name).DEVICES)
 
 
-def compile_all(device: str) -> None:
-    """Let the backends of a device type whose kernels do not depend on shapes compile them all."""
-    for name in ORDER:
-        if unavailable(name) is None and device in _module(name).DEVICES:
-            getattr(_module(name), "warmup", lambda: None)()
+@contextlib.contextmanager
+def compiling(device: str, calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    """A scope before which the backends of a device type begin to compile.
+
+    Kernels that do not depend on shapes are compiled at once. Those of ``calls`` are compiled on
+    all cores, where a backend can; a call within the scope waits for its own alone.
+    """
+    with contextlib.ExitStack() as scopes:
+        for name in ORDER:
+            if unavailable(name) is None and device in _module(name).DEVICES:
+                getattr(_module(name), "warmup", lambda: None)()
+                if hasattr(_module(name), "compiling"):
+                    scopes.enter_context(_module(name).compiling(calls))
+        yield
 
 
 def _meant_for(name: str, problem: Problem) -> bool:

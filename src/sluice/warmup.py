@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import pickle
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,14 +20,6 @@ BATCHES = (1, 8, 64, 512)
 PROMPT = (1, 130)
 LONG_PROMPTS = ((1, 2048), (8, 1024), (1, 16384), (1, 65536))
 """Sequences and their tokens: on a GPU a prompt is cut up by its length and number of heads."""
-HELPERS, COLD_SECONDS = 6, 0.25
-"""Processes that compile beside this one on a GPU, if the disk cache is found to be empty: a form
-takes longer than this."""
-_HELPER = """
-import importlib, json, sys
-sys.path[:] = json.loads(sys.argv[1])
-importlib.import_module("sluice.warmup").help_with(sys.argv[2])
-"""
 
 
 class Form(NamedTuple):
@@ -44,7 +30,7 @@ class Form(NamedTuple):
     make: Callable[[], Call]
 
     def run(self) -> str:
-        """Call it twice; the name of the backend that served it."""
+        """Make the call; the name of the backend that served it."""
         arguments, options = self.make()
         with library.probing() as problems:
             getattr(ops, self.op)(*arguments, **options)
@@ -65,8 +51,8 @@ def warmup(
     """Run every operator once in each form that a model of these shapes calls it in.
 
     Rows are padding, so that this takes the compiler's time, not the kernels'. Compiled kernels are
-    kept on disk by their compilers: a later process finds them. On a GPU, where nothing is kept
-    yet, other processes compile a part meanwhile; a long prompt takes some memory for a moment.
+    kept on disk by their compilers: a later process finds them. On a GPU all cores compile, and a
+    long prompt takes some memory for a moment.
 
     Args:
         models: names (``sluice.layers.qwen``) or shapes; ``tp`` divides named ones.
@@ -85,52 +71,16 @@ def warmup(
     True
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dispatch.compile_all(device.type)
-    what = (models, tp, device, dtype, state_dtype, state_layout)
-    todo = list(forms(*what))
-    served: dict[int, str] = {}
-
-    def run(numbers: range) -> float:
-        begin = time.perf_counter()
-        for number in numbers:
-            if number not in served:
-                if progress is not None:
-                    progress(todo[number].name)
-                served[number] = todo[number].run()
-        return time.perf_counter() - begin
-
-    run(range(1))  # this also starts the device
-    cold = run(range(1, 2)) > COLD_SECONDS
-    helpers = _start_helpers(what) if cold and device.type == "cuda" else []
-    run(range(0, len(todo), 1 + len(helpers)))
-    for helper in helpers:
-        helper.wait()
-    run(range(len(todo)))  # whatever they compiled is loaded, and what they could not is compiled
+    todo = list(forms(models, tp, device, dtype, state_dtype, state_layout))
+    served = []
+    with dispatch.compiling(device.type, [form.run for form in todo]):
+        for form in todo:
+            if progress is not None:
+                progress(form.name)
+            served.append((form.name, form.run()))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return [(form.name, served[number]) for number, form in enumerate(todo)]
-
-
-def _start_helpers(what: tuple[Any, ...]) -> list[subprocess.Popen[bytes]]:
-    """Other processes, each with its share of the forms; none where there is no core for them."""
-    count = min(HELPERS, (os.cpu_count() or 1) - 1)
-    none = subprocess.DEVNULL
-    started = []
-    for share in range(1, count + 1):
-        task = pickle.dumps((what, share, 1 + count)).hex()
-        command = [sys.executable, "-c", _HELPER, json.dumps(sys.path), task]
-        try:
-            started.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))
-        except OSError:  # no interpreter to start: everything is compiled here
-            break
-    return started
-
-
-def help_with(task: str) -> None:
-    """Run a share of the forms, for a process that waits for it."""
-    what, share, shares = pickle.loads(bytes.fromhex(task))
-    for form in list(forms(*what))[share::shares]:
-        form.run()
+    return served
 
 
 def forms(

@@ -89,9 +89,15 @@ def l2norm(x, eps=1e-6, output_dtype=None):
     return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
 
+def fused_gdn_gate(g, A_log, dt_bias=None, output_dtype=torch.float32):
+    rate = -A_log.float().exp()
+    return (rate * torch.nn.functional.softplus(g.float() + dt_bias)).to(output_dtype)
+
+
 def fla(monkeypatch):
     install(
         monkeypatch,
+        fla__ops__gated_delta_rule__gate=(fused_gdn_gate,),
         fla__ops__gated_delta_rule=(chunk_gated_delta_rule, fused_recurrent_gated_delta_rule),
         fla__modules__causal_conv1d=(causal_conv1d, causal_conv1d_update),
         fla__modules__norm__fused_norm_gate=(rms_norm_gated,),

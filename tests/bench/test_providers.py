@@ -17,14 +17,16 @@ from sluice.bench.session import Session
 
 CPU = {
     "sluice": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer",
+    "sluice:separate": "conv_qkv step layer",
+    "sluice:invariant": "prefill",
     "transformers": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
     "onnxruntime": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
     "torch": "decode verify causal_conv1d conv_qkv rms_norm_gated",
 }
 GPU = {
     "fla": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
-    "flashqla": "prefill",
-    "flashinfer": "prefill decode verify",
+    "flashqla": "prefill layer",
+    "flashinfer": "prefill decode verify layer",
     "causal-conv1d": "causal_conv1d",
 }
 SIZES = {
@@ -58,10 +60,10 @@ def test_a_cpu_provider_agrees_with_the_oracle(name, op, judge):
         assert verdict["first_call_s"] > 0
 
 
-@pytest.mark.parametrize("name", ["sluice", "transformers", "onnxruntime"])
+@pytest.mark.parametrize("name", ["sluice", "sluice:separate", "transformers", "onnxruntime"])
 @pytest.mark.parametrize("op", ["step", "layer"])
 def test_the_interleaved_order_is_taken_apart(name, op, judge):
-    if name != "sluice":
+    if not name.startswith("sluice"):
         pytest.importorskip(name)
     verdict = judge(name, op, SIZES[op][0], model="Qwen3-Next-80B-A3B")
     assert verdict["status"] == "ok", verdict["reason"]
@@ -76,6 +78,59 @@ def test_a_gpu_provider_hands_over_the_right_tensors(name, op, judge, monkeypatc
         assert verdict["status"] == "ok", verdict["reason"]
         assert verdict["errors"]
     assert all(isinstance(note, str) for note in verdict["converted"])
+
+
+@pytest.mark.parametrize("name", ["sluice", "sluice:invariant", "fla"])
+def test_a_raw_prefill_makes_its_gates_and_unit_keys_itself(name, judge, monkeypatch):
+    stand_ins.fla(monkeypatch)
+    for size in SIZES["prefill"]:
+        verdict = judge(name, "prefill", size, torch.bfloat16, raw=True)
+        assert verdict["status"] == "ok", verdict["reason"]
+
+
+@pytest.mark.parametrize("name", ["flashqla", "flashinfer", "torch", "transformers"])
+def test_who_takes_finished_gates_only_refuses_a_raw_prefill(name, judge, monkeypatch):
+    stand_ins.others(monkeypatch)
+    verdict = judge(name, "prefill", "9", torch.bfloat16, raw=True)
+    assert verdict["status"] == "refused"
+    assert "finished gates" in verdict["reason"]
+
+
+@pytest.mark.parametrize("name", ["flashqla", "flashinfer"])
+def test_a_layer_around_a_peers_recurrence_needs_fla(name, judge, monkeypatch):
+    stand_ins.others(monkeypatch)
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setitem(sys.modules, "fla.modules.causal_conv1d", None)
+    verdict = judge(name, "layer", "2x9", torch.bfloat16)
+    assert verdict["status"] == "refused"
+    assert "FLA for the rest is not here" in verdict["reason"]
+
+
+def test_invariant_and_separate_are_what_they_say(small, monkeypatch):
+    """One asks prefill for it; the other never calls what is fused."""
+    from sluice.bench.providers.base import Job
+
+    def job(op, size):
+        workload = small(op, size)
+        inputs = workload.case.inputs(torch.float32)
+        return Job(workload, torch.float32, torch.device("cpu"), inputs)
+
+    asked = []
+    inner = sluice.prefill
+    monkeypatch.setattr(
+        sluice, "prefill", lambda *a, **k: asked.append(k["batch_invariant"]) or inner(*a, **k)
+    )
+    provider("sluice:invariant").prepare(job("prefill", "9")).run()
+    assert asked == [True, True]  # once to see who serves, once to run
+
+    def fused(*args, **options):
+        raise AssertionError("a fused call")
+
+    monkeypatch.setattr(sluice, "prefill", inner)
+    monkeypatch.setattr(sluice, "step", fused)
+    monkeypatch.setattr(sluice, "conv_qkv", fused)
+    for op, size in (("step", "N=2"), ("layer", "2x5"), ("conv_qkv", "5+3")):
+        provider("sluice:separate").prepare(job(op, size)).run()
 
 
 def test_gpu_providers_keep_a_bfloat16_state(judge, monkeypatch):
@@ -94,6 +149,8 @@ def test_gpu_providers_keep_a_bfloat16_state(judge, monkeypatch):
         ("torch", "step", "N=2", "has no step"),
         ("transformers", "verify", "N=2", "has no verify"),
         ("sluice:chunked", "decode", "N=2", "chunked: has no decode"),
+        ("sluice:separate", "decode", "N=2", "is one call"),
+        ("sluice:invariant", "decode", "N=2", "prefill's option"),
     ],
 )
 def test_what_is_not_there_is_refused_with_a_reason(name, op, size, reason, judge):

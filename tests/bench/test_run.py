@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 import torch
 
-from sluice.bench import floors, run, timing_cpu
+from sluice.bench import ahead, floors, run, timing_cpu
 from sluice.bench import session as sessions
 from sluice.bench.check import Answer, copied, nbytes
 from sluice.bench.providers.base import Call
@@ -120,21 +120,6 @@ def test_what_there_is_is_kept_after_each_workload(small):
     assert "unfinished" not in results.run
 
 
-def test_inputs_are_drawn_ahead_for_another_device(small):
-    """Drawn on the host, one workload before their turn; the numbers are the same."""
-    chosen = [small("prefill", "9+2"), small("step", "N=2")]
-    draws = run.Draws(chosen, options(device="meta"))
-    first = draws.take(chosen[0])
-    assert list(draws.ahead) == [chosen[1].name]
-    assert first["q"].device.type == "meta"
-    assert first["cu_seqlens_cpu"].device.type == "cpu"
-    drawn = draws.ahead[chosen[1].name].result()
-    assert torch.equal(drawn["qkvz"][0], chosen[1].case.inputs(torch.float32)["qkvz"][0])
-    assert draws.take(chosen[1])["qkvz"][0].device.type == "meta"
-    assert not draws.ahead
-    draws.close()
-
-
 def test_sets_of_inputs_are_larger_than_the_cache(small, monkeypatch):
     monkeypatch.setattr(sessions, "MOST_SETS", 64)
     monkeypatch.setattr(timing_cpu, "cache_bytes", lambda: 4 << 20)
@@ -228,11 +213,11 @@ def test_a_peer_that_takes_its_process_down_costs_its_own_rows_only(how, reason,
             assert results.row(workload, "sluice").ok
 
 
-def test_a_process_of_its_own_gives_the_same_answers(small, tmp_path):
+def test_a_process_of_its_own_gives_the_same_answers(small):
     """Inputs and answer go through a file; lengths for the host stay on the host."""
     workload = small("prefill", "9+4")
-    inputs = workload.case.inputs(torch.float32)
-    source = run._source(workload, inputs, options(isolate=True), tmp_path)
+    sources = ahead.Sources([workload], options(isolate=True))
+    source = sources.take(workload)
     assert isinstance(source, str)
     worker = Worker("sluice", "cpu", 1)
     try:
@@ -248,6 +233,7 @@ def test_a_process_of_its_own_gives_the_same_answers(small, tmp_path):
             worker.receive(60)
     finally:
         worker.close()
+        sources.close()
     assert worker.process.returncode is not None
 
 
@@ -271,40 +257,6 @@ def test_isolated_runs_note_the_first_call_of_each_operator(small):
     )
     assert [x["op"] for x in results.first_calls] == ["decode", "rms_norm_gated"]
     assert results.first_calls[1]["import_s"] == 0.0  # imported by then
-
-
-def test_who_compiles_long_has_other_heads_compiled_ahead(small, monkeypatch, tmp_path):
-    sent = []
-
-    class Spy:
-        caches = "shared"
-
-        def __init__(self, *arguments, **options):
-            sent.append((arguments, options))
-
-        def send(self, method, workload, dtype):
-            sent.append((method, workload.name))
-
-    monkeypatch.setattr(run, "Worker", Spy)
-    chosen = [
-        small("prefill", "9"),
-        small("decode", "N=1", tp=8),
-        small("prefill", "7", tp=8),
-        small("prefill", "8", tp=8),
-    ]
-    runners = {"flashqla": Spy(), "fla": Spy()}
-    sent.clear()
-    primers = run._prime(chosen, runners, options(isolate=True))
-    assert len(primers) == 1  # one further shape of heads, and only of the one that takes long
-    assert sent[0][1] == {"caches": "shared"}
-    assert [name for _, name in sent[1:]] == [chosen[2].name, chosen[3].name]
-    assert run._prime(chosen, runners, options()) == []
-
-
-def test_priming_runs_a_workload_once(small):
-    session = sessions.Session("torch", "cpu", 1)
-    assert session.prime(small("decode", "N=1"), torch.float32) is None
-    assert session.prime(small("prefill", "9"), torch.float32) is None  # refused: nothing to do
 
 
 def test_the_environment_of_a_peer_is_set_in_its_own_process(tmp_path):

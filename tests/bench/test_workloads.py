@@ -66,6 +66,18 @@ def test_every_workload_agrees_with_the_oracle(op, small):
         assert case.flops() > 0
 
 
+def test_a_raw_prefill_agrees_with_the_oracle_and_says_so(small):
+    workload = small("prefill", "66+3", raw=True)
+    case, inputs = workload.case, workload.case.inputs(torch.float32)
+    assert "A_log" in inputs
+    assert inputs["normalize_qk"] is True
+    assert workload.name.endswith("/66+3/raw")
+    expected = case.expected(inputs)
+    case.check(case.run(sluice, inputs), expected)
+    with pytest.raises(ValueError, match="raw: expected prefill"):
+        small("decode", "N=1", raw=True)
+
+
 def test_a_size_an_operator_has_no_use_for_is_refused():
     shape = preset("Qwen3.5-0.8B")
     for op, size in (("decode", "512"), ("prefill", "N=4"), ("layer", "3+4"), ("convolve", "3")):
@@ -102,6 +114,37 @@ def test_a_full_surface_has_every_operator_and_what_the_charts_need(surface):
     assert 1 in kinds  # many equal ones
     assert max(kinds) > 2  # a ragged mix
     assert len({w.size for w in chosen if w.op == "decode"}) >= 6
+
+
+def test_the_gpu_surface_has_what_is_compared_with_peers():
+    """Fifteen prefills before anything else, then every batch and head count of the others."""
+    chosen = plan.workloads("cuda", plan.Wanted(), torch.bfloat16)
+    first = chosen[:15]
+    assert {(w.op, w.variant) for w in first} == {("prefill", "")}
+    assert {w.heads for w in first} == {(2, 8), (16, 32), (16, 64)}
+    assert {str(w.size) for w in first} == {"32768", "8192", "2048", "8x4096", "8x1024"}
+
+    def sizes(op, heads, state=torch.float32):
+        found = [w for w in chosen if (w.op, w.heads, w.case.state_dtype) == (op, heads, state)]
+        return {w.size.batch for w in found if w.size.batch}
+
+    assert {1, 8, 32, 64, 128, 256} <= sizes("decode", (16, 32))
+    assert {1, 8, 32, 64, 128, 256} <= sizes("decode", (16, 32), torch.bfloat16)
+    assert all({1, 64, 256} <= sizes("decode", h) for h in ((2, 8), (4, 16), (16, 48), (16, 64)))
+    assert {1, 4, 16, 64, 256} <= sizes("step", (16, 32))
+    assert {1, 16, 64, 256} <= sizes("verify", (16, 32))
+    prompts = {(w.case.channels, w.size.tokens) for w in chosen if w.op == "conv_qkv"}
+    assert {(8192, n) for n in (512, 2048, 4096, 8192, 16384)} | {(10240, 8192)} <= prompts
+    assert {str(w.size) for w in chosen if w.variant == "raw"} == {"8192", "8x1024"}
+
+
+def test_a_raw_prefill_is_timed_in_a_whole_surface_only():
+    def raw(**asked):
+        chosen = plan.workloads("cuda", plan.Wanted(**asked), torch.bfloat16)
+        return [w for w in chosen if w.variant]
+
+    assert len(raw(ops=("prefill",))) == 2
+    assert not raw(ops=("prefill",), lengths=plan.sizes("8192", "--lengths"))
 
 
 def test_the_gpu_surface_decodes_up_to_512():

@@ -7,7 +7,12 @@ A backend is a package that defines
 - ``DEVICES``: the device types it runs on;
 - ``refuse(problem)``: None, or the reason for not serving the problem;
 - ``unavailable()``: None, or what is missing on this machine;
-- ``kernel(op)``: the function that serves an operator.
+- ``kernel(op)``: the function that serves an operator;
+
+and may define
+
+- ``warmup()``: compile every kernel, where kernels do not depend on shapes;
+- ``compiling(calls)``: a scope before which the kernels of these calls begin to compile.
 """
 
 from __future__ import annotations

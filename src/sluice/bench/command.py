@@ -48,7 +48,9 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--lengths", metavar="L[,..]", help="lengths of prompts, see below")
     what.add_argument("--batch", metavar="N[,..]", help="sequences that take one token each")
     what.add_argument("--peers", metavar="NAME[,..]", help="only these; 'none' for sluice alone")
-    what.add_argument("--backends", metavar="NAME[,..]", help="these backends of sluice, too")
+    what.add_argument(
+        "--backends", metavar="NAME[,..]", help="of sluice, too; also 'separate' and 'invariant'"
+    )
     what.add_argument("--state-dtype", metavar="T[,..]", help="float32, bfloat16 or float16")
 
     how = parser.add_argument_group("how")
@@ -148,7 +150,9 @@ def _run(workloads: list[Any], options: Any, path: Path | None) -> Any:
 
     keep = None if path is None else lambda results: results.save(path)
 
-    extra = 2 + (2 * len(options.providers) if options.first_calls and not options.isolate else 0)
+    extra = 2 + options.ahead
+    if options.first_calls and not options.isolate:
+        extra += 2 * len(options.providers)
     with progress(len(workloads) + extra) as say:
         return run(workloads, options, say, keep)
 
@@ -179,6 +183,7 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
         providers=providers,
         threads=args.threads or machine.cores(),
         isolate=(kind == "cuda") if args.isolate is None else args.isolate,
+        ahead=kind == "cuda",
         first_calls=not args.no_first_call,
         quick=args.quick,
         time_limit=args.time_limit,
@@ -190,7 +195,7 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
         options.first_ops = ("decode",)
         options.time_limit = args.time_limit or QUICK_SECONDS
     if kind == "cuda":
-        options.seconds, options.most_seconds = 0.15 if args.quick else 0.3, 2.0
+        options.seconds, options.most_seconds = 0.15 if args.quick else 0.2, 2.0
     for name in ("rounds", "seconds", "timeout"):
         if getattr(args, name) is not None:
             setattr(options, name, getattr(args, name))
@@ -207,17 +212,21 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
 def _providers(args: argparse.Namespace, kind: str) -> tuple[str, ...]:
     from sluice import dispatch
     from sluice.bench import plan
-    from sluice.bench.providers import ALIASES, PEERS, provider
+    from sluice.bench.providers import ALIASES, PEERS, VARIANTS, provider
 
     known = (*PEERS, *ALIASES)
+    alone = args.peers is not None and args.peers.strip().lower() in ("none", "")
     if args.peers is None:
         peers = [name for name in PEERS if kind in provider(name).devices]
-    elif args.peers.strip().lower() in ("none", ""):
+    elif alone:
         peers = []
     else:
         peers = [plan.nearest("peer", name, known, ALIASES) for name in _split(args.peers)]
-    order = tuple(dispatch.ORDER)
+    order = (*dispatch.ORDER, *VARIANTS)
     backends = [plan.nearest("backend", name, order) for name in _split(args.backends)]
+    narrowed = args.quick or args.ops or args.preset or args.tp or args.lengths or args.batch
+    if kind == "cuda" and not narrowed and not alone:  # the whole surface
+        backends += VARIANTS
     return tuple(dict.fromkeys(("sluice", *(f"sluice:{b}" for b in backends), *peers)))
 
 

@@ -5,8 +5,9 @@ A document has a pair of comments; what stands between them is replaced:
     <!-- bench: h200 decode peers=fla,flashinfer -->
     <!-- /bench -->
 
-The first word is the name of a results file without ``.json``. Then operators (none: all of them),
-and, if wanted, ``peers=`` (which columns), ``models=`` (which models) and ``sizes=`` (which rows).
+The first word is the name of a results file without ``.json``. Then operators (none: all of them;
+``prefill/raw`` is the prefill that makes its gates itself), and, if wanted, ``peers=`` (which
+columns), ``models=`` (which models) and ``sizes=`` (which rows).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sluice.bench.results import Results, Row, microseconds, rate, write
+from sluice.bench.results import Results, Row, microseconds, notes, rate, write
 from sluice.bench.table import ratio
 from sluice.contract.errors import SluiceError
 
@@ -35,8 +36,10 @@ class Selection:
 
     def takes(self, workload: dict[str, Any]) -> bool:
         models, sizes = self.options.get("models"), self.options.get("sizes")
+        variant = workload.get("variant")
+        op = f"{workload['op']}/{variant}" if variant else workload["op"]
         return (
-            (not self.ops or workload["op"] in self.ops)
+            (not self.ops or op in self.ops)
             and (not models or f"{workload['model']}/tp{workload['tp']}" in models
                  or workload["model"] in models)
             and (not sizes or workload["size"] in sizes)
@@ -94,9 +97,7 @@ def table(results: Results, selection: Selection) -> str:
 
 
 def _label(workload: dict[str, Any]) -> str:
-    rank = f", TP {workload['tp']}" if workload["tp"] > 1 else ""
-    state = "" if workload["state_dtype"] == "float32" else f", {workload['state_dtype']} state"
-    return f"`{workload['op']}` {workload['size']}, {workload['model']}{rank}{state}"
+    return f"`{workload['op']}` {workload['size']}, {workload['model']}{notes(workload)}"
 
 
 def _own(row: Row | None, workload: dict[str, Any]) -> list[str]:

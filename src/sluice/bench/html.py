@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from sluice.bench import table
-from sluice.bench.results import FEWEST, Results, Row, by_workload, microseconds, rate
+from sluice.bench.results import FEWEST, Results, Row, by_workload, microseconds, notes, rate
 
 COLUMNS = (
     "workload",
@@ -81,9 +81,7 @@ def _table(results: Results) -> str:
         ordered = sorted(served, key=lambda r: (not r.ok, r.median_s or 0.0))
         name = f"{workload['op']} {workload['size']}"
         heads = "/".join(map(str, workload["heads"]))
-        rank = f", TP {workload['tp']}" if workload["tp"] > 1 else ""
-        state = "" if workload["state_dtype"] == "float32" else f", {workload['state_dtype']} state"
-        where = f"{workload['model']}{rank}, {heads}, {workload['dtype']}{state}"
+        where = f"{workload['model']}, {heads}, {workload['dtype']}{notes(workload)}"
         label = f'{escape(name)}<br><span class="soft">{escape(where)}</span>'
         for n, row in enumerate(ordered):
             body.append(_row(row, workload, ours, label if n == 0 else ""))

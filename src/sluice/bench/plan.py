@@ -1,6 +1,7 @@
 """Which workloads a run takes: the surfaces as data, narrowed by what was asked for.
 
-A surface is rows of (operator, models with their tensor-parallel size, sizes, dtype of the state).
+A surface is rows of (operator, models with their tensor-parallel size, sizes, dtype of the state,
+and whether a prefill makes its gates and unit keys itself).
 The order is that of the run, so that a run cut short has had what matters most.
 """
 
@@ -45,10 +46,14 @@ class Entry(NamedTuple):
     models: tuple[Model, ...]
     sizes: tuple[str, ...]
     state_dtype: torch.dtype = FP32
+    raw: bool = False
 
 
 A3B, BIG, BIG_TP8 = ("Qwen3.5-35B-A3B", 1), ("Qwen3.5-397B-A17B", 1), ("Qwen3.5-397B-A17B", 8)
+BIG_TP4 = ("Qwen3.5-397B-A17B", 4)
 SMALL, MIDDLE, DENSE = ("Qwen3.5-0.8B", 1), ("Qwen3.5-4B", 1), ("Qwen3.5-27B", 1)
+
+PROMPTS = ("8192", "8x1024", "32768", "8x4096", "2048")
 
 SURFACES: dict[str, tuple[Entry, ...]] = {
     "cpu-quick": (
@@ -86,22 +91,26 @@ SURFACES: dict[str, tuple[Entry, ...]] = {
         Entry("rms_norm_gated", (A3B,), ("8192",)),
     ),
     "cuda": (
-        Entry(
-            "prefill", (A3B,), ("8192", "2048", "32768", "8x1024", "8x4096", "ragged", "continue")
-        ),
-        Entry("decode", (A3B,), ("N=1", "N=8", "N=32", "N=64", "N=128", "N=256", "N=512")),
-        Entry("verify", (A3B,), ("N=1", "N=16", "N=128")),
+        Entry("prefill", (A3B,), PROMPTS),
+        Entry("prefill", (BIG_TP8,), PROMPTS),
+        Entry("prefill", (BIG,), PROMPTS),
+        Entry("decode", (A3B,), ("N=1", "N=8", "N=32", "N=64", "N=128", "N=256")),
+        Entry("verify", (A3B,), ("N=1", "N=16", "N=64", "N=256")),
         Entry("step", (A3B,), ("N=1", "N=4", "N=16", "N=64", "N=256")),
-        Entry("conv_qkv", (A3B,), ("8192", "ragged", "N=64")),
-        Entry("causal_conv1d", (A3B,), ("8192", "8x1024", "N=64")),
-        Entry("rms_norm_gated", (A3B,), ("64", "8192")),
+        Entry("conv_qkv", (A3B,), ("8192", "512", "2048", "4096", "16384")),
+        Entry("conv_qkv", (DENSE,), ("8192",)),
         Entry("layer", (A3B,), ("2048", "8192")),
-        Entry("decode", (A3B,), ("N=1", "N=8", "N=64", "N=256"), BF16),
-        Entry("prefill", (BIG_TP8,), ("8192", "2048", "32768", "8x1024", "8x4096")),
-        Entry("decode", (BIG_TP8,), ("N=1", "N=64", "N=256")),
+        Entry("prefill", (A3B,), ("8192", "8x1024"), raw=True),
+        Entry("decode", (A3B,), ("N=1", "N=8", "N=32", "N=64", "N=128", "N=256"), BF16),
+        Entry("decode", (BIG_TP8, BIG_TP4, DENSE, BIG), ("N=1", "N=64", "N=256")),
+        Entry("rms_norm_gated", (A3B,), ("64", "8192")),
+        Entry("prefill", (A3B,), ("ragged", "continue")),
+        Entry("verify", (A3B,), ("N=1", "N=64"), BF16),
+        Entry("step", (A3B,), ("N=1", "N=64"), BF16),
         Entry("step", (BIG_TP8,), ("N=1", "N=64")),
-        Entry("prefill", (BIG,), ("8192", "2048", "32768", "8x1024", "8x4096")),
-        Entry("decode", (BIG,), ("N=1", "N=64")),
+        Entry("causal_conv1d", (A3B,), ("8192", "8x1024", "N=64")),
+        Entry("conv_qkv", (A3B,), ("ragged", "N=64")),
+        Entry("decode", (A3B,), ("N=512",)),
     ),
 }
 
@@ -130,13 +139,13 @@ def workloads(surface: str, wanted: Wanted, dtype: torch.dtype) -> list[Workload
             raise SluiceError(f"bench: {taken}, and {', '.join(ops)} was asked for")
     chosen: dict[str, Workload] = {}
     for entry in SURFACES[surface]:
-        if wanted.ops and entry.op not in wanted.ops:
+        if (wanted.ops and entry.op not in wanted.ops) or (entry.raw and _own(wanted)):
             continue
         for model, tp in _models(entry, wanted):
             shape = preset(model, tp)
             for size in _sizes(entry, wanted):
                 for state_dtype in _state_dtypes(entry, wanted):
-                    workload = describe(entry.op, shape, size, dtype, state_dtype)
+                    workload = describe(entry.op, shape, size, dtype, state_dtype, entry.raw)
                     chosen.setdefault(workload.name, workload)
     if not chosen:
         raise SluiceError(f"bench: none of {', '.join(wanted.ops)} takes the sizes asked for")
@@ -145,8 +154,12 @@ def workloads(surface: str, wanted: Wanted, dtype: torch.dtype) -> list[Workload
 
 def _state_dtypes(entry: Entry, wanted: Wanted) -> tuple[torch.dtype, ...]:
     """Those asked for; float32 for sizes or models asked for; else what the surface has."""
-    own = wanted.lengths or wanted.batches or wanted.presets or wanted.tps
-    return wanted.state_dtypes or ((FP32,) if own else (entry.state_dtype,))
+    return wanted.state_dtypes or ((FP32,) if _own(wanted) else (entry.state_dtype,))
+
+
+def _own(wanted: Wanted) -> bool:
+    """Whether sizes or models were asked for, and so not the surface's."""
+    return bool(wanted.lengths or wanted.batches or wanted.presets or wanted.tps)
 
 
 def _models(entry: Entry, wanted: Wanted) -> Iterable[Model]:

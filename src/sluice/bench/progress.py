@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 
@@ -35,11 +36,12 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _lines(total: int) -> Callable[[str], None]:
-    count = 0
+    count, begin = 0, time.monotonic()
 
     def line(step: str) -> None:
         nonlocal count
         count += 1
-        print(f"[{count}/{max(total, count)}] {step}", file=sys.stderr, flush=True)
+        text = f"[{count}/{max(total, count)}] {time.monotonic() - begin:4.0f} s  {step}"
+        print(text, file=sys.stderr, flush=True)
 
     return line

@@ -171,6 +171,7 @@ def describe_workload(workload: Workload, dtype: Any) -> dict[str, Any]:
         "heads": list(workload.heads),
         "widths": [case.K, case.V],
         "size": str(workload.size),
+        "variant": workload.variant,
         "label": _short_name(str(workload.size)),
         "axis": workload.size.axis,
         "tokens": workload.size.tokens,
@@ -181,6 +182,21 @@ def describe_workload(workload: Workload, dtype: Any) -> dict[str, Any]:
         "flops": case.flops(),
         "unit": "flops" if workload.bound == "compute" else "bytes",
     }
+
+
+def notes(workload: dict[str, Any]) -> str:
+    """What sets a workload apart from its like: ", TP 8", ", bfloat16 state", ", raw gates"."""
+    state = "" if workload["state_dtype"] == "float32" else f", {workload['state_dtype']} state"
+    return rank_note(workload) + state + raw_note(workload)
+
+
+def rank_note(workload: dict[str, Any]) -> str:
+    return f", TP {workload['tp']}" if workload["tp"] > 1 else ""
+
+
+def raw_note(workload: dict[str, Any]) -> str:
+    """Results of an earlier version have no variants."""
+    return ", raw gates and keys" if workload.get("variant") == "raw" else ""
 
 
 def _short_name(size: str) -> str:

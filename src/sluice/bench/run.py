@@ -2,32 +2,29 @@
 
 For each workload inputs are drawn once and the oracle is asked once. Every provider runs on copies
 of those inputs and is judged; those that passed then take turns, a block each, round after round.
+On a GPU all that compiles, and every answer, is had before the first row (``ahead.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sluice import settings
 from sluice.bench import floors, machine
-from sluice.bench.check import Answer
-from sluice.bench.providers import MODULES, PEERS, provider
+from sluice.bench.ahead import SHARE, Sources, again, compile_all
+from sluice.bench.providers import MODULES, PEERS, VARIANTS
 from sluice.bench.results import Results, Row, describe_workload
 from sluice.bench.worker import Local, Worker, WorkerError
 from sluice.testing.benchmarks import Workload
 
 Say = Callable[[str], None]
-HOST = ("cu_seqlens_cpu",)  # inputs that stay on the host
+START_SECONDS = 120.0  # at the least, to import a library: on a busy machine torch alone takes ten
 
 
 @dataclass
@@ -39,6 +36,7 @@ class Options:
     providers: tuple[str, ...] = ("sluice", *PEERS)
     threads: int = 1
     isolate: bool = False  # each provider in a process of its own
+    ahead: bool = False  # compile and answer everything before the first row
     first_calls: bool = True
     first_ops: tuple[str, ...] = ("decode", "prefill")  # whose first call is measured, on a CPU
     rounds: int = 5
@@ -72,16 +70,17 @@ def run(
         floors={},
     )
     runners: dict[str, Any] = {}
-    primers: list[Worker] = []
-    draws: Draws | None = None
+    sources: Sources | None = None
     try:
         say("floors")
         measured = floors.measure(device, options.dtype, options.quick)
         results.floors = measured.to_json()
         say("providers")
         runners = _begin(options, results)
-        primers = _prime(workloads, runners, options)
-        draws = Draws(workloads, options)
+        sources = Sources(workloads, options)
+        if options.ahead and options.isolate:
+            say("inputs, answers and kernels")
+            _ahead(workloads, runners, sources, options, results, begin)
         neighbours = machine.Neighbours()
         for workload in workloads:
             say(workload.name)
@@ -91,7 +90,7 @@ def run(
                     workload, runners, results, f"the run's {options.time_limit:.0f} s were spent"
                 )
                 continue
-            rows = _measure(workload, draws.take(workload), runners, options, results)
+            rows = _measure(workload, sources, runners, options, results)
             _judge_floors(workload, rows, measured, results)
             results.rows += rows
             if keep is not None:
@@ -103,10 +102,10 @@ def run(
             left = (options.time_limit or float("inf")) - (time.monotonic() - begin)
             results.first_calls = _first_calls(workloads, runners, options, left, say)
     finally:
-        for runner in (*runners.values(), *primers):
+        for runner in runners.values():
             runner.close()
-        if draws is not None:
-            draws.close()
+        if sources is not None:
+            sources.close()
         torch.set_num_threads(before)
     if device.type == "cuda":
         results.machine["clocks_after"] = machine.clocks()
@@ -133,8 +132,10 @@ def _begin(options: Options, results: Results) -> dict[str, Any]:
     for name in options.providers:
         if options.isolate:
             paths = options.paths.get(name, [])
-            cold = options.first_calls
-            runner: Any = Worker(name, options.device, options.threads, paths, cold)
+            cold, caches = options.first_calls, None
+            if name.partition(":")[2] in VARIANTS and "sluice" in runners:
+                cold, caches = False, runners["sluice"].caches  # the same kernels, mostly
+            runner: Any = Worker(name, options.device, options.threads, paths, cold, caches)
         else:
             runner = Local(name, options.device, options.threads)
         runners[name] = runner
@@ -144,7 +145,7 @@ def _begin(options: Options, results: Results) -> dict[str, Any]:
             continue  # its answer will say so
     for name, runner in list(runners.items()):
         try:
-            found = runner.receive(options.timeout)
+            found = runner.receive(max(options.timeout, START_SECONDS))
         except WorkerError as error:
             title = name if name in MODULES else "sluice"
             found = {"name": name, "title": title, "missing": str(error), "install": ""}
@@ -155,90 +156,34 @@ def _begin(options: Options, results: Results) -> dict[str, Any]:
     return runners
 
 
-class Draws:
-    """Inputs of the workloads, drawn one ahead of their turn where the device is not the host.
+def _ahead(
+    workloads: list[Workload],
+    runners: dict[str, Any],
+    sources: Sources,
+    options: Options,
+    results: Results,
+    begin: float,
+) -> None:
+    """Before the first row: what compiles, the inputs and the answers, in a share of the time."""
+    until = begin + (options.time_limit or 3 * options.timeout) * SHARE
 
-    Numbers come from the host, and a long prompt has a billion of them.
-    """
+    def note(name: str, workload: Workload, seconds: float) -> None:
+        if options.first_calls:
+            _note_first_call(name, workload, seconds, results)
 
-    def __init__(self, workloads: list[Workload], options: Options) -> None:
-        self.dtype, self.device = options.dtype, torch.device(options.device)
-        self.following = dict(zip([w.name for w in workloads], workloads[1:], strict=False))
-        self.pool = ThreadPoolExecutor(1) if self.device.type != "cpu" else None
-        self.ahead: dict[str, Future[dict[str, Any]]] = {}
-
-    def take(self, workload: Workload) -> dict[str, Any]:
-        """The inputs of this workload, on the device; those of the next are begun."""
-        if self.pool is None:
-            with _one_thread():
-                return workload.case.inputs(self.dtype, self.device)
-        drawn = self.ahead.pop(workload.name, None)
-        inputs = drawn.result() if drawn else workload.case.inputs(self.dtype)
-        following = self.following.get(workload.name)
-        if following is not None:
-            self.ahead[following.name] = self.pool.submit(following.case.inputs, self.dtype)
-        return {name: _on(name, x, self.device) for name, x in inputs.items()}
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """For the oracle's small steps: on a busy machine two threads wait for each other at each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _on(name: str, value: Any, device: torch.device) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_on(name, x, device) for x in value)
-    movable = isinstance(value, torch.Tensor) and name not in HOST
-    return value.to(device) if movable else value
-
-
-def _prime(workloads: list[Workload], runners: dict[str, Any], options: Options) -> list[Worker]:
-    """Processes that compile ahead for whoever takes over a minute to: one for each further shape.
-
-    They share the directory that the provider compiles into, and are asked for nothing else.
-    """
-    primers: list[Worker] = []
-    if not options.isolate:
-        return primers
-    for name, runner in runners.items():
-        if not provider(name).compiles_long:
-            continue
-        by_heads: dict[Any, list[Workload]] = {}
-        for workload in workloads:
-            if hasattr(provider(name), f"_{workload.op}"):
-                by_heads.setdefault(workload.heads, []).append(workload)
-        for ahead in list(by_heads.values())[1:]:
-            paths = options.paths.get(name, [])
-            primer = Worker(name, options.device, 1, paths, caches=runner.caches)
-            primers.append(primer)
-            for workload in ahead:
-                primer.send("prime", workload, options.dtype)
-    return primers
+    compile_all(workloads, runners, sources, options, until, note)
 
 
 def _measure(
     workload: Workload,
-    inputs: dict[str, Any],
+    sources: Sources,
     runners: dict[str, Any],
     options: Options,
     results: Results,
 ) -> list[Row]:
     rows = {name: Row(workload.name, name, "error") for name in runners}
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        source = _source(workload, inputs, options, Path(folder))
-        del inputs
-        ready = _check(workload, source, runners, rows, options, results)
-    del source
+    ready = _check(workload, sources.take(workload), runners, rows, options, results)
+    sources.drop(workload)
     samples: dict[str, list[float]] = {name: [] for name in ready}
     rounds = options.rounds
     least = -(-options.least // rounds)
@@ -254,24 +199,12 @@ def _measure(
             except Exception as error:  # what passed the check may still fail when repeated
                 rows[name].status, rows[name].reason = "error", str(error)[:300]
                 del samples[name]
-                _restart(runners[name], graphs=False)
+                _broken(runners[name])
     for name, found in samples.items():
         rows[name].set_samples(found)
     for name in ready:
         _ask(runners[name], "release", options)
     return list(rows.values())
-
-
-def _source(workload: Workload, inputs: dict[str, Any], options: Options, folder: Path) -> Any:
-    """Inputs and answer: as they are for this process, as a file for others."""
-    with _one_thread():
-        answer = Answer.of(workload, inputs, options.dtype)
-    if not options.isolate:
-        return inputs, answer
-    host = {name: inputs[name] for name in HOST if name in inputs}
-    path = folder / "inputs.pt"
-    torch.save({"inputs": inputs, "answer": answer.save(), "host": host}, path)
-    return str(path)
 
 
 def _check(
@@ -295,13 +228,13 @@ def _check(
             verdict = runner.receive(options.timeout)
         except WorkerError as error:
             row.reason = row.reason or str(error)
-            _restart(runner)
+            again(runner)
             continue
         row.status, row.reason, row.detail = (verdict[k] for k in ("status", "reason", "detail"))
         row.errors, row.method, row.sets = (verdict[k] for k in ("errors", "method", "sets"))
         row.converted = tuple(verdict["converted"])
         if verdict["fatal"]:
-            _restart(runner, graphs=False)
+            _broken(runner)
         elif row.ok:
             ready.append(name)
             if options.isolate and options.first_calls:
@@ -335,23 +268,22 @@ def _first_calls(
             known is None or workload.size.tokens < known.size.tokens
         ):
             smallest[workload.op] = workload
-    apart = Options(**{**vars(options), "isolate": True})
+    sources = Sources(workloads, Options(**{**vars(options), "isolate": True}))
     for workload in smallest.values():
-        with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-            inputs = workload.case.inputs(options.dtype, options.device)
-            source = _source(workload, inputs, apart, Path(folder))
-            for name in runners:
-                if time.monotonic() > end:
-                    return found
-                say(f"first call of {name}")
-                paths = options.paths.get(name, [])
-                worker = Worker(name, options.device, options.threads, paths, cold=True)
-                begun = _ask(worker, "start", options)
-                verdict = _ask(worker, "check", options, workload, options.dtype, source)
-                worker.close()
-                if begun and verdict and verdict["status"] == "ok":
-                    seconds = verdict["first_call_s"]
-                    found.append(_first(name, workload, begun["import_s"], seconds))
+        for name in runners:
+            if time.monotonic() > end:
+                break
+            say(f"first call of {name}")
+            paths = options.paths.get(name, [])
+            worker = Worker(name, options.device, options.threads, paths, cold=True)
+            begun = _ask(worker, "start", options)
+            source = sources.take(workload)
+            verdict = _ask(worker, "check", options, workload, options.dtype, source)
+            worker.close()
+            if begun and verdict and verdict["status"] == "ok":
+                seconds = verdict["first_call_s"]
+                found.append(_first(name, workload, begun["import_s"], seconds))
+    sources.close()
     return found
 
 
@@ -379,15 +311,11 @@ def _ask(runner: Any, method: str, options: Options, *arguments: Any) -> Any:
         runner.send(method, *arguments)
         return runner.receive(options.timeout)
     except WorkerError:
-        _restart(runner)
+        again(runner)
         return None
 
 
-def _restart(runner: Any, graphs: bool = True) -> None:
-    """A new process for the next workload. It has to import the library again."""
-    runner.restart(graphs)
-    try:
-        runner.send("start")
-        runner.receive(120)
-    except WorkerError:
-        return
+def _broken(runner: Any) -> None:
+    """A new process after an error that spoilt the old one; the second time without graphs."""
+    runner.broken += 1
+    again(runner, graphs=runner.broken < 2)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sluice.bench import timing_cpu, timing_gpu
-from sluice.bench.check import Answer, copied, nbytes
+from sluice.bench.check import Answer, copied, moved, nbytes
 from sluice.bench.providers import provider
 from sluice.bench.providers.base import Call, Job, RefusalError
 from sluice.testing.benchmarks import Workload
@@ -147,23 +147,38 @@ class Session:
         except AssertionError as error:
             self.timer.use_events(f"a replayed graph is not right: {_line(error)}")
 
-    def prime(self, workload: Workload, dtype: torch.dtype) -> None:
-        """Run once, for what is compiled on the way: another process will find it on disk."""
-        inputs = workload.case.inputs(dtype, self.device)
-        job = Job(workload, dtype, self.device, inputs, self.threads)
-        with contextlib.suppress(RefusalError), torch.no_grad():
-            self.provider.prepare(job).run()
-        self._wait()
+    def prime(
+        self, workload: Workload, dtype: torch.dtype, source: Any, until: float
+    ) -> tuple[float | None, bool]:
+        """Run once, for what is compiled on the way: seconds, and whether the process is done for.
 
-    def _load(self, source: Any) -> tuple[dict[str, Any], Answer]:
-        if isinstance(source, str):
-            kept = torch.load(source, map_location=self.device, weights_only=True)
-            # lengths of packed prompts stay where the host can read them
-            for name, value in kept["host"].items():
-                kept["inputs"][name] = value.cpu()
-            return kept["inputs"], Answer(**kept["answer"])
-        inputs, answer = source
-        return inputs, answer
+        None for the seconds where it did not run, which is not judged here. After ``until``, a
+        time of the machine's steady clock, nothing is begun.
+        """
+        if time.monotonic() > until:
+            return None, False
+        seconds = None
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                inputs = self._load(source, answer=False)[0]
+                job = Job(workload, dtype, self.device, inputs, self.threads)
+                seconds, _ = self._once(self.provider.prepare(job))
+        except Exception:  # whatever it is, it will be found and said when its turn comes
+            seconds = None
+        broken = self._broken()
+        if self.device.type == "cuda" and not broken:
+            torch.cuda.empty_cache()
+        return seconds, broken
+
+    def _load(self, source: Any, answer: bool = True) -> tuple[dict[str, Any], Any]:
+        """Inputs and, if wanted, the answer; of a file, no more is read than that."""
+        if not isinstance(source, str):
+            inputs, known = source
+            return inputs, known
+        kept = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        inputs = moved(kept["inputs"], self.device)
+        return inputs, Answer(**moved(kept["answer"], self.device)) if answer else None
 
     def _sets(self, inputs: dict[str, Any]) -> int:
         """How many sets it takes for each to be out of the cache when its turn comes."""

@@ -6,7 +6,16 @@ import sys
 from itertools import groupby
 from typing import Any, TextIO
 
-from sluice.bench.results import FEWEST, Results, Row, by_workload, microseconds, rate
+from sluice.bench.results import (
+    FEWEST,
+    Results,
+    Row,
+    by_workload,
+    microseconds,
+    rank_note,
+    rate,
+    raw_note,
+)
 
 HEAD = ("workload", "provider", "µs", "p10-p90", "rate", "of floor", "sluice is", "error", "how")
 BUSY = 0.1  # of the cores, by others, from which on a run is not to be trusted
@@ -18,11 +27,12 @@ def lines(results: Results) -> dict[str, list[tuple[str, ...]]]:
     tables: dict[str, list[tuple[str, ...]]] = {}
     for workload, rows in by_workload(results):
         heads = "/".join(map(str, workload["heads"]))
-        rank = f", TP {workload['tp']}" if workload["tp"] > 1 else ""
         types = workload["dtype"]
         if workload["state_dtype"] != types:
             types += f", {workload['state_dtype']} state"
-        title = f"{workload['op']}, {workload['model']}{rank} (heads {heads}, {types})"
+        types += raw_note(workload)
+        where = f"{workload['model']}{rank_note(workload)}"
+        title = f"{workload['op']}, {where} (heads {heads}, {types})"
         ours = next((r for r in rows if r.provider == "sluice" and r.ok), None)
         served = [r for r in rows if r.status not in ("refused", "skipped")]
         if not served:

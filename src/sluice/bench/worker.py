@@ -36,6 +36,7 @@ class Local:
         self.name = name
         self.session = Session(name, device, threads)
         self.reply: Any = None
+        self.broken = 0  # times that its process was of no more use
 
     def send(self, method: str, *arguments: Any) -> None:
         self.reply = getattr(self.session, method)(*arguments)
@@ -68,6 +69,7 @@ class Worker:
     ) -> None:
         self.name, self.arguments = name, (name, device, threads)
         self.paths = list(paths)
+        self.broken = 0  # times that its process was of no more use
         self._folder = tempfile.TemporaryDirectory(
             prefix="sluice-bench-", ignore_cleanup_errors=True
         )

@@ -10,7 +10,8 @@ Sizes are written as one says them:
     2048+2x512+1    a ragged mix                    N=64        64 sequences, one token each
 
 What is inside follows from where a layer calls the operator. ``prefill`` comes after ``conv_qkv``,
-so it gets unit keys and finished gates; ``decode`` and ``verify`` get raw ones and do both.
+so it gets unit keys and finished gates; ``decode`` and ``verify`` get raw ones and do both. A
+``raw`` prefill does both as well, for layers that convolve by other means.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Workload:
     model: str
     tp: int
     size: Size
+    variant: str = ""  # "raw": a prefill that makes its gates and unit keys itself
 
     @property
     def name(self) -> str:
@@ -142,11 +144,13 @@ def describe(
     size: Size,
     dtype: torch.dtype = torch.bfloat16,
     state_dtype: torch.dtype = torch.float32,
+    raw: bool = False,
 ) -> Workload:
     """The workload of one operator for the layers of a model.
 
     ``shape`` has the attributes of a ``QwenShape``: head counts, widths, order of the projections.
-    Raises ``ValueError`` for a size that the operator has no use for.
+    ``raw`` is for prefill: gates and l2 norm inside. Raises ``ValueError`` for a size that the
+    operator has no use for.
     """
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
@@ -154,9 +158,11 @@ def describe(
         raise ValueError(f"{op}: expected lengths, got the batch {size}")
     if size.lengths is not None and op not in PROMPT_OPS:
         raise ValueError(f"{op}: expected a batch such as N=8, got the lengths {size}")
+    if raw and op != "prefill":
+        raise ValueError(f"raw: expected prefill, got {op}, which has one form only")
     state = "" if state_dtype == torch.float32 else f"/{str(state_dtype).split('.')[1]}-state"
     case = Case(
-        name=f"{op}/{shape.name}/tp{shape.tp}/{size}{state}",
+        name=f"{op}/{shape.name}/tp{shape.tp}/{size}{state}{'/raw' if raw else ''}",
         op="step" if op == "layer" else op,
         dtypes=(dtype,),
         Hk=shape.num_k_heads,
@@ -169,9 +175,9 @@ def describe(
         state_dtype=state_dtype,
         gate_activation=shape.gate_activation,
         **_tokens(op, size),
-        **_inside(op, shape, size),
+        **({"raw": True, "normalize": True} if raw else _inside(op, shape, size)),
     )
-    return Workload(case, op, shape.name, shape.tp, size)
+    return Workload(case, op, shape.name, shape.tp, size, "raw" if raw else "")
 
 
 def _tokens(op: str, size: Size) -> dict[str, Any]:

@@ -178,7 +178,8 @@ _EMPTY: tuple[tuple[Any, str], ...] = (
 def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def fill(*args: Any, **kwargs: Any) -> Tensor:
         tensor = function(*args, **kwargs)
-        if torch.compiler.is_compiling():  # a fill in a traced graph is no fill of its memory
+        # a compiler traces: a fill would be part of its graph, and is no fill of any memory
+        if torch.compiler.is_compiling() or type(tensor) is not Tensor:
             return tensor
         if tensor.is_floating_point() or tensor.is_complex():
             with torch.no_grad():

@@ -73,10 +73,10 @@ def decode(
     config = _pick(DECODE[key], states)
     if tokens > 1 and key in DRAFT and states >= DRAFT_FROM:
         config = DRAFT[key]
-    rows = min(config.BLOCK_V, _power_of_two(V))
+    rows = min(config.BLOCK_V, power_of_two(V))
     if K > 128:
         rows = max(1, rows // 2)
-    return config._replace(BLOCK_V=rows, C=min(config.C, _power_of_two(K)))
+    return config._replace(BLOCK_V=rows, C=min(config.C, power_of_two(K)))
 
 
 # causal_conv1d; the unit is the tokens of a sequence. H200, 2026-11-15.
@@ -89,7 +89,7 @@ CONV: tuple[Row, ...] = (
 def conv(D: int, tokens: int) -> Config:
     """The row for sequences of ``tokens`` tokens."""
     config = _pick(CONV, tokens)
-    return config._replace(BLOCK_D=min(config.BLOCK_D, _power_of_two(D)))
+    return config._replace(BLOCK_D=min(config.BLOCK_D, power_of_two(D)))
 
 
 # conv_qkv; the unit is the tokens of the call. H200, 2026-11-15.
@@ -103,9 +103,9 @@ CONV_QKV: tuple[Row, ...] = (
 def conv_qkv(K: int, V: int, N: int, tokens: int) -> Config:
     """The row for ``tokens`` tokens in N sequences, cut for shorter ones; channels are a head's."""
     config = _pick(CONV_QKV, tokens)
-    longest = _power_of_two(max(1, -(-tokens // max(N, 1))))
+    longest = power_of_two(max(1, -(-tokens // max(N, 1))))
     rows, chunk = min(config.BLOCK_T, longest), min(config.CHUNK, longest)
-    return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=_power_of_two(max(K, V)))
+    return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=power_of_two(max(K, V)))
 
 
 # step: a program holds a whole state. H200, 2026-11-15.
@@ -121,8 +121,8 @@ STEP_SPREAD = 256
 def step(state_dtype: torch.dtype, K: int, V: int) -> Config:
     """More warps, and all registers, for states larger than 128 × 128."""
     config = STEP[state_dtype.itemsize]
-    config = config._replace(C=min(config.C, _power_of_two(K)))
-    larger = _power_of_two(K) * _power_of_two(V) // 128**2
+    config = config._replace(C=min(config.C, power_of_two(K)))
+    larger = power_of_two(K) * power_of_two(V) // 128**2
     if larger <= 1:
         return config
     warps = min(16, config.num_warps * larger)
@@ -140,12 +140,18 @@ NORM = Config(num_warps=4, BLOCK_T=16)
 
 def norm(V: int) -> Config:
     """About 2,048 elements a program, whatever the width."""
-    return NORM._replace(BLOCK_T=max(1, 128 * NORM.BLOCK_T // _power_of_two(V)))
+    return NORM._replace(BLOCK_T=max(1, 128 * NORM.BLOCK_T // power_of_two(V)))
 
 
 def _pick(rows: tuple[Row, ...], work: int) -> Config:
     return next(row.config for row in rows if work <= row.limit)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The least one that is not below n. (Triton's own functions of this kind take 5 µs a call.)"""
     return 1 << (n - 1).bit_length()
+
+
+def blocks(n: int, size: int) -> int:
+    """How many blocks of ``size`` cover n."""
+    return -(-n // size)

@@ -179,7 +179,7 @@ def blocks(p: ConvProblem, chunk: int) -> int:
     """How many blocks of tokens cover the call: see ``find_sequence``."""
     if p.varlen:
         return p.T // chunk + p.N + 1
-    return p.N * max(1, triton.cdiv(p.T, chunk))
+    return p.N * max(1, configs.blocks(p.T, chunk))
 
 
 def shared(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def shared(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> dict[str, Any]:
         **strides(t.state, "state", "pdl"),
         "L": p.L,
         "W": p.W,
-        "BLOCK_L": max(1, triton.next_power_of_2(p.L)),
+        "BLOCK_L": max(1, configs.power_of_two(p.L)),
         "SILU": p.activation == "silu",
         "WRITE_STATE": t.state is not None and not p.freeze,
     }
@@ -218,7 +218,7 @@ def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
     config = configs.conv(p.D, p.T // max(p.N, 1) if p.varlen else p.T)
     launch(
         conv_kernel,
-        blocks(p, config.CHUNK) * triton.cdiv(p.D, config.BLOCK_D),
+        blocks(p, config.CHUNK) * configs.blocks(p.D, config.BLOCK_D),
         config,
         p.device,
         **shared(p, t),

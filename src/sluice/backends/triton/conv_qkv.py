@@ -346,6 +346,6 @@ def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
         CHUNK=config.CHUNK,
         BLOCK_T=config.BLOCK_T,
         BLOCK_D=config.BLOCK_D,
-        BLOCK_H=triton.next_power_of_2(p.HV),
+        BLOCK_H=configs.power_of_two(p.HV),
         NORMALIZE_QK=p.normalize_qk,
     )

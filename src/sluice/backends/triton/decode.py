@@ -360,7 +360,7 @@ def decode(p: DeltaProblem, t: DeltaTensors) -> None:
     r = t.rows
     launch(
         decode_kernel,
-        p.N * p.HV * triton.cdiv(p.V, config.BLOCK_V),
+        p.N * p.HV * configs.blocks(p.V, config.BLOCK_V),
         config,
         p.device,
         q_ptr=t.q,

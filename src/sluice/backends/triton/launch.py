@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from sluice.backends.triton.configs import Config
+
+_compile_only: ContextVar[bool] = ContextVar("sluice_compile_only", default=False)
 
 
 def launch(
@@ -44,7 +51,31 @@ def _overlaps(device: torch.device) -> bool:
 
 def run(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str, Any]) -> None:
     """The launch itself, apart so that tests can take its arguments and compile for any GPU."""
-    kernel[(programs,)](**arguments, **options)
+    if _compile_only.get():
+        kernel.warmup(**arguments, **options, grid=(programs,))
+    else:
+        kernel[(programs,)](**arguments, **options)
+
+
+@contextmanager
+def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    """Make these calls without launching anything; their kernels compile on all cores meanwhile.
+
+    What is called within the scope waits for its own kernels alone. With a Triton that cannot
+    compile aside, kernels are compiled there, one after the other.
+    """
+    aside = getattr(triton, "AsyncCompileMode", None)
+    if aside is None:
+        yield
+        return
+    with ThreadPoolExecutor() as pool, aside(pool):
+        token = _compile_only.set(True)
+        try:
+            for call in calls:
+                call()
+        finally:
+            _compile_only.reset(token)
+        yield
 
 
 def strides(x: Tensor | None, name: str, dims: str) -> dict[str, int]:

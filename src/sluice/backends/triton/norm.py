@@ -116,7 +116,7 @@ def rms_norm_gated(p: NormProblem, t: NormTensors) -> None:
     config = configs.norm(p.V)
     launch(
         rms_norm_gated_kernel,
-        triton.cdiv(p.rows, config.BLOCK_T),
+        configs.blocks(p.rows, config.BLOCK_T),
         config,
         p.device,
         x_ptr=x,
@@ -132,6 +132,6 @@ def rms_norm_gated(p: NormProblem, t: NormTensors) -> None:
         **strides(y, "y", "012"),
         V=p.V,
         BLOCK_R=config.BLOCK_T,
-        BLOCK_V=triton.next_power_of_2(p.V),
+        BLOCK_V=configs.power_of_two(p.V),
         SIGMOID=p.activation == "sigmoid",
     )

@@ -193,11 +193,11 @@ def commit_kernel(
 def commit(p: CommitProblem, t: CommitTensors) -> None:
     """Serve ``commit``."""
     config = configs.decode(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV)
-    windows = triton.cdiv(p.D, configs.WINDOW_CHANNELS)
+    windows = configs.blocks(p.D, configs.WINDOW_CHANNELS)
     x, window, r = t.conv_inputs, t.conv_state, t.rows
     launch(
         commit_kernel,
-        p.N * (p.HV * triton.cdiv(p.V, config.BLOCK_V) + windows),
+        p.N * (p.HV * configs.blocks(p.V, config.BLOCK_V) + windows),
         config,
         p.device,
         draft_k_ptr=t.draft_k,
@@ -226,7 +226,7 @@ def commit(p: CommitProblem, t: CommitTensors) -> None:
         BLOCK_V=config.BLOCK_V,
         C=config.C,
         BLOCK_D=configs.WINDOW_CHANNELS,
-        BLOCK_L=max(1, triton.next_power_of_2(p.L)),
+        BLOCK_L=max(1, configs.power_of_two(p.L)),
         EVICT=config.EVICT,
         DECAY_PER_KEY=p.decay == "key",
         STATE_KV=p.state_layout == "kv",

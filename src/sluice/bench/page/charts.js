@@ -42,7 +42,7 @@
     return found ? `${+(x / found[0]).toPrecision(3)}${found[1]}` : `${+x.toPrecision(3)}`;
   }
   const rank = (w) => (w.tp > 1 ? `${w.model}, TP ${w.tp}` : w.model) + stateNote(w);
-  const stateNote = (w) => (w.state_dtype === "float32" ? "" : `, ${w.state_dtype} state`);
+  const stateNote = (w) => (w.state_dtype === "float32" ? "" : `, ${w.state_dtype} state`) + (w.variant ? `, ${w.variant}` : "");
 
   function logScale(low, high, from, to) {
     const [a, b] = [Math.log10(low), Math.log10(high)];

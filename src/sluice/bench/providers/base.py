@@ -83,7 +83,12 @@ class Provider:
     install = ""  # how to get it
     devices: tuple[str, ...] = ("cpu", "cuda")
     is_peer = True
-    compiles_long = False  # over a minute for new heads: worth beginning before its turn
+    raw_prefill = False  # whether prefill makes gates and unit keys itself
+    # What it compiles is found by other processes ("disk"), stays in its own ("process"), or takes
+    # no time worth speaking of (""): how it is got ready before the first row is timed.
+    compiles = ""
+    # Operators whose kernels it measures to choose among them, and so wants the device alone for.
+    tunes: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """Why it cannot be used here; None if it can."""
@@ -104,6 +109,8 @@ class Provider:
 
     def prepare(self, job: Job) -> Call:
         """The call for one set of inputs, or ``RefusalError``; ``_<op>`` serves an operator."""
+        if job.op == "prefill" and job.case.raw and not self.raw_prefill:
+            raise RefusalError("takes finished gates: a raw prefill would be several calls")
         method: Callable[[Job], Call] | None = getattr(self, f"_{job.op}", None)
         if method is None:
             raise RefusalError(f"has no {job.op}")

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, load, raw_gates
-from sluice.testing.oracle import split_projections
-
-ROWS = "pool rows gathered"
-FRESH = "the state comes back in a fresh tensor"
-WIDE = "window of W columns"
+from sluice.bench.providers.pipeline import FRESH, ROWS, WIDE
+from sluice.testing.benchmarks import OPS
 
 
 class Fla(Provider):
@@ -24,6 +22,9 @@ class Fla(Provider):
     distribution = "fla-core"
     install = "pip install fla-core triton"
     devices = ("cuda",)
+    compiles = "disk"
+    tunes = OPS
+    raw_prefill = True
 
     def missing(self) -> str | None:
         if reason := super().missing():
@@ -36,11 +37,15 @@ class Fla(Provider):
     def _prefill(self, job: Job) -> Call:
         chunk = load(self.package).chunk_gated_delta_rule
         i, state = job.inputs, job.rows()
-        keywords = {"initial_state": state, "output_final_state": True, "state_v_first": True}
-        keywords |= _packed(job)
+        if job.case.raw:
+            keywords = _raw(i)
+        else:
+            keywords = {"g": i["g"], "beta": i["beta"]}
+            keywords |= {"output_final_state": True, "state_v_first": True}
+        keywords |= {"initial_state": state, **_packed(job)}
 
         def run() -> tuple[Tensor, Tensor]:
-            return chunk(i["q"], i["k"], i["v"], i["g"], i["beta"], **keywords)
+            return chunk(i["q"], i["k"], i["v"], **keywords)
 
         return Call(run, _state_and_output(job), (ROWS, FRESH))
 
@@ -93,52 +98,29 @@ class Fla(Provider):
     def _step(self, job: Job) -> Call:
         """Three launches: convolution, recurrence with gates and l2 norm inside, gated norm."""
         conv = load("fla.modules.causal_conv1d").causal_conv1d_update
-        rule = load(self.package).fused_recurrent_gated_delta_rule
         window = pad(job.rows("conv_state"), (1, 0))
 
         def roll(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             y, _ = conv(x[:, 0], window, weight=weight, activation="silu")
             return y[:, None], window
 
-        return self._whole(job, roll, rule, mutable=(window,))
+        rule = load(self.package).fused_recurrent_gated_delta_rule
+        return pipeline.whole(job, roll, _inside(job, rule), mutable=(window,))
 
     def _layer(self, job: Job) -> Call:
-        conv = load("fla.modules.causal_conv1d").causal_conv1d
         rule = load(self.package).chunk_gated_delta_rule
-        window = pad(job.rows("conv_state"), (1, 0))
+        return pipeline.whole(job, pipeline.convolution(job), _inside(job, rule))
 
-        def roll(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return conv(
-                x, weight=weight, initial_state=window, output_final_state=True, activation="silu"
-            )
 
-        return self._whole(job, roll, rule, mutable=())
+def _inside(job: Job, rule: Any) -> pipeline.Rule:
+    """A rule of FLA's with gates and l2 norm in its kernels, from the rows of the state."""
+    i, state = job.inputs, job.rows()
 
-    def _whole(self, job: Job, roll: Any, rule: Any, mutable: tuple[Tensor, ...]) -> Call:
-        norm = load("fla.modules.norm.fused_norm_gate").rms_norm_gated
-        c, i, state = job.case, job.inputs, job.rows()
-        qkv, z, b, a = split_projections(
-            i["qkvz"], i["ba"], order=c.order, Hk=c.Hk, Hv=c.Hv, K=c.K, V=c.V
-        )
-        if c.flat:
-            qkv, z, b, a = (x[:, None] for x in (qkv, z, b, a))
-        raw = _raw({**i, "g": a, "beta": b})
+    def run(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        o, after = rule(q, k, v, initial_state=state, **_raw({**i, "g": a, "beta": b}))
+        return o, after
 
-        def run() -> tuple[Tensor, Tensor, Tensor]:
-            mixed, rolled = roll(qkv, i["conv_weight"])
-            q, k, v = heads_of(mixed, c)
-            o, after = rule(q, k, v, initial_state=state, **raw)
-            y = norm(o, z, i["norm_weight"], None, activation=c.gate_activation, eps=1e-6)
-            return y, after, rolled
-
-        def outputs(result: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
-            y, after, rolled = result
-            y = y.flatten(-2)
-            y = y[:, 0] if c.flat else y
-            return {"y": y, "state": after, "conv_state": rolled[..., -c.window :].clone()}
-
-        order = ("projections split",) if c.order == "interleaved" else ()
-        return Call(run, outputs, (ROWS, WIDE, *order, FRESH), mutable=mutable)
+    return run
 
 
 def _rolls(job: Job) -> tuple[Callable[[], Any], tuple[str, ...], tuple[Tensor, ...]]:

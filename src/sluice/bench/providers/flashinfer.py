@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
 
 
@@ -15,6 +16,8 @@ class FlashInfer(Provider):
     distribution = "flashinfer-python"
     install = "pip install flashinfer-python nvidia-cutlass-dsl"
     devices = ("cuda",)
+    compiles = "process"
+    tunes = ("layer",)  # FLA's kernels in it
 
     def missing(self) -> str | None:
         return super().missing() or _other(self, "flashinfer.gdn_decode")
@@ -47,6 +50,33 @@ class FlashInfer(Provider):
             ("decay as exp(g)",),
             mutable=(pool,),
         )
+
+    def _layer(self, job: Job) -> Call:
+        """FLA's convolution, l2 norm, gates and gated norm around it, packed as it wants tokens.
+
+        It takes no strided values, so they are copied out of the convolution's channels.
+        """
+        pipeline.borrowed()
+        c, i, pool = job.case, job.inputs, job.inputs["state"]
+        chunk = load("flashinfer.gdn_prefill").chunk_gated_delta_rule
+        unit = load("fla.modules.norm.l2norm").l2norm
+        gates, cu = pipeline.gates(i), pipeline.bounds(job, torch.int32)
+
+        def rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            g, beta = (x.flatten(0, 1) for x in gates(a, b))
+            v = v.flatten(0, 1).contiguous()
+            out = torch.empty_like(v)
+            o, _ = chunk(
+                unit(q).flatten(0, 1), unit(k).flatten(0, 1), v, g.exp(), beta,
+                initial_state=pool, output_state=pool, state_indices=i["slots"],
+                output_final_state=True, cu_seqlens=cu, max_seqlen=c.tokens, output=out,
+            )  # fmt: skip
+            return o.unflatten(0, (c.batch, c.tokens)), pool
+
+        return pipeline.whole(
+            job, pipeline.convolution(job), rule, after=lambda _: job.rows(), notes=(),
+            mutable=(pool,), detail="with FLA",
+        )  # fmt: skip
 
     def _decode(self, job: Job) -> Call:
         decode = load("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose

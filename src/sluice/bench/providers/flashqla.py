@@ -1,10 +1,11 @@
-"""FlashQLA, the Qwen team's TileLang prefill; it has nothing else of a layer."""
+"""FlashQLA, the Qwen team's TileLang prefill; a layer's other parts come from FLA."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
 
 
@@ -15,14 +16,19 @@ class FlashQla(Provider):
     distribution = "flash-qla"
     install = "pip install flash-qla tilelang==0.1.9"
     devices = ("cuda",)
-    compiles_long = True
+    compiles = "disk"
+    tunes = ("layer",)  # FLA's kernels in it
 
-    def _prefill(self, job: Job) -> Call:
-        c, i = job.case, job.inputs
+    def prepare(self, job: Job) -> Call:
+        c = job.case
         if c.K != 128 or c.V != 128:
             raise RefusalError(f"K and V must be 128, got {c.K} and {c.V}")
         if job.dtype not in (torch.bfloat16, torch.float16):
             raise RefusalError(f"bfloat16 or float16, got {job.dtype}")
+        return super().prepare(job)
+
+    def _prefill(self, job: Job) -> Call:
+        i = job.inputs
         chunk = load(self.package).chunk_gated_delta_rule
         state = job.rows()
         bounds = job.once("cu", lambda: i["cu_seqlens"].long())
@@ -37,8 +43,24 @@ class FlashQla(Provider):
         return Call(
             run,
             lambda r: {"o": r[0], "state": r[1]},
-            ("pool rows gathered", "the state comes back in a fresh tensor"),
+            (pipeline.ROWS, pipeline.FRESH),
         )
+
+    def _layer(self, job: Job) -> Call:
+        """FLA's convolution, l2 norm, gates and gated norm around it."""
+        pipeline.borrowed()
+        chunk = load(self.package).chunk_gated_delta_rule
+        unit = load("fla.modules.norm.l2norm").l2norm
+        gates, state = pipeline.gates(job.inputs), job.rows()
+
+        def rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            o, after = chunk(
+                unit(q), unit(k), v, *gates(a, b), initial_state=state, output_final_state=True,
+                state_v_first=True, enable_fwd_cp_cache=False,
+            )  # fmt: skip
+            return o, after
+
+        return pipeline.whole(job, pipeline.convolution(job), rule, detail="with FLA")
 
 
 def provider() -> FlashQla:

@@ -1,15 +1,23 @@
-"""sluice itself: what dispatch chooses, or one backend by its name (``sluice:triton``)."""
+"""sluice itself: what dispatch chooses, one backend (``sluice:triton``), or another way to call it.
+
+``sluice:separate`` is the same work as several calls, ``sluice:invariant`` prefill with
+``batch_invariant=True``: what fusing gains, and what bits that depend on no neighbour cost.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 import sluice
 from sluice import dispatch, library
-from sluice.bench.providers.base import Call, Job, Provider, RefusalError
+from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, raw_gates
 from sluice.testing.oracle import split_projections
+
+NORM_EPS = 1e-6
 
 
 class Sluice(Provider):
@@ -19,6 +27,8 @@ class Sluice(Provider):
     package = "sluice"
     install = "pip install ."
     is_peer = False
+    raw_prefill = True
+    compiles = "disk"
 
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend
@@ -32,7 +42,7 @@ class Sluice(Provider):
         return sluice.__version__
 
     def prepare(self, job: Job) -> Call:
-        call = _layer(job, self.backend) if job.op == "layer" else _operator(job, self.backend)
+        call = self._call(job)
         with library.probing() as found:
             call.run()
         served = [dispatch.explain_problem(problem, self.backend) for problem in found]
@@ -42,6 +52,36 @@ class Sluice(Provider):
         call.detail = "+".join(dict.fromkeys(str(e.chosen) for e in served))
         return call
 
+    def _call(self, job: Job) -> Call:
+        return _layer(job, self.backend) if job.op == "layer" else _operator(job, self.backend)
+
+
+class Invariant(Sluice):
+    """A sequence's bits do not depend on the sequences beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name, self.title = "sluice:invariant", "sluice, batch-invariant"
+
+    def _call(self, job: Job) -> Call:
+        if job.op != "prefill":
+            raise RefusalError("is prefill's option; other operators are so anyway")
+        return _operator(job, None, batch_invariant=True)
+
+
+class Separate(Sluice):
+    """What one fused call does as the calls it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name, self.title = "sluice:separate", "sluice, separate calls"
+
+    def _call(self, job: Job) -> Call:
+        calls = {"step": _apart, "layer": _apart, "conv_qkv": _conv_apart}
+        if job.op not in calls:
+            raise RefusalError("is one call")
+        return calls[job.op](job)
+
 
 def _reasons(explanation: dispatch.Explanation) -> str:
     """Why nothing serves, in one line; of the one asked for, where one was."""
@@ -49,9 +89,9 @@ def _reasons(explanation: dispatch.Explanation) -> str:
     return f"{explanation.op}: " + "; ".join(reasons)
 
 
-def _operator(job: Job, backend: str | None) -> Call:
+def _operator(job: Job, backend: str | None, **options: Any) -> Call:
     """One public function, or verify and commit together."""
-    inputs = {**job.inputs, "backend": backend}
+    inputs = {**job.inputs, "backend": backend, **options}
     accepted = inputs.pop("num_accepted", None)
     function = getattr(sluice, job.op)
 
@@ -99,6 +139,53 @@ def _layer(job: Job, backend: str | None) -> Call:
     return Call(run, lambda y: {"y": y, **_rows(job)}, converted, mutable=_pools(job))
 
 
+def _apart(job: Job) -> Call:
+    """A layer as convolution, recurrence with gates and l2 norm inside, gated norm."""
+    c, i = job.case, job.inputs
+    qkv, z, b, a = split_projections(
+        i["qkvz"], i["ba"], order=c.order, Hk=c.Hk, Hv=c.Hv, K=c.K, V=c.V
+    )
+    if c.flat:
+        qkv, z, b, a = (x[:, None] for x in (qkv, z, b, a))
+    rule = sluice.decode if c.flat else sluice.prefill
+    inside = {"A_log": i["A_log"], "dt_bias": i["dt_bias"], "normalize_qk": True}
+    slots = i["slots"]
+
+    def run() -> Tensor:
+        mixed, _ = sluice.causal_conv1d(qkv, i["conv_weight"], state=i["conv_state"], slots=slots)
+        o, _ = rule(*heads_of(mixed, c), a, b, state=i["state"], slots=slots, **inside)
+        return sluice.rms_norm_gated(o, z, i["norm_weight"], activation=c.gate_activation)
+
+    def outputs(y: Tensor) -> dict[str, Tensor]:
+        y = y.flatten(-2)
+        return {"y": y[:, 0] if c.flat else y, **_rows(job)}
+
+    converted = ("projections split",) if c.order == "interleaved" else ()
+    return Call(run, outputs, converted, mutable=_pools(job))
+
+
+def _conv_apart(job: Job) -> Call:
+    """The convolution, then torch: an l2 norm each for q and k, a copy of v, the gates."""
+    c, i = job.case, job.inputs
+    # x · rsqrt(Σx² + eps) as torch's norm of the mean, so that it is one launch
+    weight = torch.full((c.K,), c.K**-0.5, dtype=i["x"].dtype, device=job.device)
+    options = {name: i[name] for name in ("cu_seqlens", "cu_seqlens_cpu") if name in i}
+
+    def run() -> tuple[Tensor, ...]:
+        y, _ = sluice.causal_conv1d(
+            i["x"], i["weight"], state=i["state"], slots=i["slots"], **options
+        )
+        q, k, v = heads_of(y, c)
+        q, k = (rms_norm(x, (c.K,), weight, NORM_EPS / c.K) for x in (q, k))
+        return q, k, v.contiguous(), *raw_gates(i)
+
+    def outputs(result: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        named = dict(zip(("q", "k", "v", "g", "beta"), result, strict=True))
+        return {**named, **_rows(job)}
+
+    return Call(run, outputs, mutable=_pools(job))
+
+
 def _pools(job: Job) -> tuple[Tensor, ...]:
     return tuple(job.inputs[name] for name in ("state", "conv_state") if name in job.inputs)
 
@@ -108,5 +195,9 @@ def _rows(job: Job) -> dict[str, Tensor]:
     return {name: job.rows(name) for name in ("state", "conv_state") if name in job.inputs}
 
 
-def provider(backend: str | None = None) -> Sluice:
-    return Sluice(backend)
+VARIANTS = {"separate": Separate, "invariant": Invariant}
+
+
+def provider(name: str | None = None) -> Sluice:
+    """By the name of a backend or of a way to call it."""
+    return VARIANTS[name]() if name in VARIANTS else Sluice(name)

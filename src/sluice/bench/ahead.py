@@ -1,0 +1,288 @@
+"""What is done before the first row is timed: inputs, answers, and everything that compiles.
+
+A process for each provider waits while its library compiles, so all of them compile at the same
+time, further processes help those whose kernels are found again on disk, and meanwhile this process
+draws the inputs and asks the oracle. Nothing of this goes on while something is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sluice.bench.check import Answer, moved
+from sluice.bench.providers import provider
+from sluice.bench.worker import Worker, WorkerError
+from sluice.testing.benchmarks import Workload
+
+if TYPE_CHECKING:
+    from sluice.bench.run import Options
+
+MEMORY_FOLDER = Path("/dev/shm")
+ROOM = 24 << 30  # bytes free in memory from which on files are kept there
+LEAST_ROOM = 6 << 30  # and below which none is made ahead
+LOOK_AHEAD = 3  # workloads whose inputs are being drawn
+SHARE = 0.45  # of a run's time, at the most, before the first row
+
+
+class Draws:
+    """Inputs of the workloads, drawn ahead of their turn where the device is not the host.
+
+    Numbers come from the host, and a long prompt has a billion of them.
+    """
+
+    def __init__(self, workloads: list[Workload], options: Options) -> None:
+        self.dtype, self.device = options.dtype, torch.device(options.device)
+        self.left = list(workloads)
+        self.pool = ThreadPoolExecutor(LOOK_AHEAD) if self.device.type != "cpu" else None
+        self.ahead: dict[str, Future[dict[str, Any]]] = {}
+
+    def take(self, workload: Workload) -> dict[str, Any]:
+        """The inputs of this workload, on the device; those of the next are begun."""
+        self.left = [w for w in self.left if w.name != workload.name]
+        if self.pool is None:
+            with one_thread():
+                return workload.case.inputs(self.dtype, self.device)
+        drawn = self.ahead.pop(workload.name, None)
+        for following in self.left[:LOOK_AHEAD]:
+            if following.name not in self.ahead:
+                draw = self.pool.submit(following.case.inputs, self.dtype)
+                self.ahead[following.name] = draw
+        inputs = drawn.result() if drawn else workload.case.inputs(self.dtype)
+        there: dict[str, Any] = moved(inputs, self.device)
+        return there
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Sources:
+    """Inputs and answer of each workload: as they are for this process, as a file for others."""
+
+    def __init__(self, workloads: list[Workload], options: Options) -> None:
+        self.options = options
+        self.draws = Draws(workloads, options)
+        self.folder = tempfile.TemporaryDirectory(
+            prefix="sluice-bench-", dir=_place(), ignore_cleanup_errors=True
+        )
+        self.made: dict[str, str] = {}
+
+    def take(self, workload: Workload) -> Any:
+        """What a session's ``check`` wants: made now, unless it was made ahead."""
+        if workload.name in self.made:
+            return self.made[workload.name]
+        inputs = self.draws.take(workload)
+        if not self.options.isolate:
+            return inputs, answer(workload, inputs, self.options.dtype)
+        path = Path(self.folder.name) / f"{len(self.made)}.pt"
+        save(workload, inputs, self.options.dtype, path)
+        self.made[workload.name] = str(path)
+        return str(path)
+
+    def drop(self, workload: Workload) -> None:
+        """Nobody asks for it again."""
+        path = self.made.get(workload.name)
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+
+    @property
+    def room(self) -> bool:
+        return shutil.disk_usage(self.folder.name).free > LEAST_ROOM
+
+    def close(self) -> None:
+        self.draws.close()
+        self.folder.cleanup()
+
+
+def save(workload: Workload, inputs: dict[str, Any], dtype: torch.dtype, path: Path) -> None:
+    """Inputs and the oracle's answer into a file, from which several processes read at once."""
+    kept = {"inputs": inputs, "answer": answer(workload, inputs, dtype).save()}
+    with _unsummed():
+        torch.save(moved(kept, torch.device("cpu")), path)
+    del kept
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the oracle's float64; others want the memory
+
+
+def answer(workload: Workload, inputs: dict[str, Any], dtype: torch.dtype) -> Answer:
+    with one_thread():
+        return Answer.of(workload, inputs, dtype)
+
+
+def compile_all(
+    workloads: list[Workload],
+    runners: dict[str, Any],
+    sources: Sources,
+    options: Options,
+    until: float,
+    note: Callable[[str, Workload, float], None],
+) -> None:
+    """Let every provider run every workload once, all processes at once.
+
+    ``note`` is told the first seconds of each. After ``until`` no more is begun, and what is left
+    compiles when its turn comes.
+    """
+    crew = Crew(workloads, runners, options, until)
+    try:
+        for workload in workloads:
+            if time.monotonic() > until or not sources.room:
+                break
+            try:
+                source = sources.take(workload)
+            except torch.cuda.OutOfMemoryError:  # so many at once: the rest when its turn comes
+                torch.cuda.empty_cache()
+                break
+            crew.send(workload, source)
+        crew.wait(note)
+    finally:
+        crew.close()
+    crew.tune(note)
+
+
+class Crew:
+    """Who compiles what: each runner its own, and helpers the prefills of further heads.
+
+    Helpers share the directory that the provider compiles into, and are asked for nothing else.
+    What a provider tunes is compiled by helpers, if it has any; its runner, which chooses by
+    measuring, comes to it last and alone.
+    """
+
+    def __init__(
+        self,
+        workloads: list[Workload],
+        runners: dict[str, Any],
+        options: Options,
+        until: float,
+    ) -> None:
+        self.options, self.runners, self.until = options, runners, until
+        self.helpers: dict[tuple[str, Any], Any] = {}
+        self.sent: list[tuple[str, Any, Workload]] = []
+        self.late: list[tuple[str, Workload, Any]] = []
+        prompts = [w for w in workloads if w.bound == "compute"]
+        shapes = list(dict.fromkeys(w.heads for w in prompts))
+        for name, runner in runners.items():
+            kind = provider(name)
+            if kind.compiles != "disk" or ":" in name:
+                continue
+            for heads in shapes if "prefill" in kind.tunes else shapes[1:]:
+                paths = options.paths.get(name, [])
+                helper = Worker(name, options.device, 1, paths, caches=runner.caches)
+                self.helpers[name, heads] = helper
+
+    def send(self, workload: Workload, source: Any) -> None:
+        """Ask whoever it is for; nobody is waited for."""
+        for name, runner in self.runners.items():
+            kind = provider(name)
+            if not kind.compiles:
+                continue
+            who = self._helper(name, workload)
+            if workload.op in kind.tunes:
+                self.late.append((name, workload, source))
+            elif who is None:
+                who = runner
+            if who is not None:
+                with contextlib.suppress(WorkerError):
+                    who.send("prime", workload, self.options.dtype, source, self.until)
+                    self.sent.append((name, who, workload))
+
+    def _helper(self, name: str, workload: Workload) -> Any:
+        """Who compiles it beside the runner: by its heads, or any for what the runner tunes."""
+        if workload.bound == "compute" and (name, workload.heads) in self.helpers:
+            return self.helpers[name, workload.heads]
+        if workload.op in provider(name).tunes:
+            return next((x for (whose, _), x in self.helpers.items() if whose == name), None)
+        return None
+
+    def tune(self, note: Callable[[str, Workload, float], None]) -> None:
+        """One after the other, when all others are done: what is chosen by measuring."""
+        gone: set[str] = set()
+        for name, workload, source in self.late:
+            if name in gone:
+                continue
+            runner = self.runners[name]
+            try:
+                runner.send("prime", workload, self.options.dtype, source, self.until)
+                seconds, fatal = runner.receive(self.options.timeout)
+            except WorkerError:
+                seconds, fatal = None, True
+            if seconds is not None:
+                note(name, workload, seconds)
+            if fatal:
+                gone.add(name)
+                again(runner)
+
+    def wait(self, note: Callable[[str, Workload, float], None]) -> None:
+        """Until all have answered. A helper that is late is let go; a runner has its timeout."""
+        gone: set[int] = set()
+        broken: dict[str, Any] = {}
+        for name, who, workload in self.sent:
+            if id(who) in gone:
+                continue
+            helps = who is not self.runners[name]
+            left = max(1.0, self.until - time.monotonic()) if helps else self.options.timeout
+            try:
+                seconds, fatal = who.receive(left)
+            except WorkerError:
+                seconds, fatal = None, True
+                gone.add(id(who))
+            if fatal and not helps:
+                broken[name] = who
+            if seconds is not None:
+                note(name, workload, seconds)
+        for runner in broken.values():
+            again(runner)
+
+    def close(self) -> None:
+        for helper in self.helpers.values():
+            helper.close()
+
+
+def again(runner: Any, graphs: bool = True) -> None:
+    """A new process for the next workload. It has to import the library again."""
+    runner.restart(graphs)
+    with contextlib.suppress(WorkerError):
+        runner.send("start")
+        runner.receive(120)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For the oracle's small steps: on a busy machine two threads wait for each other at each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _unsummed() -> Iterator[None]:
+    """Files without checksums: they live for minutes, and summing takes longer than writing."""
+    option = getattr(torch.serialization, "set_crc32_options", None)
+    if option is None:
+        yield
+        return
+    before = torch.serialization.get_crc32_options()
+    option(False)
+    try:
+        yield
+    finally:
+        option(before)
+
+
+def _place() -> str | None:
+    """A folder in memory where there is room for it; the usual one elsewhere."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(MEMORY_FOLDER).free > ROOM:
+            return str(MEMORY_FOLDER)
+    return None
