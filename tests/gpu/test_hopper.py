@@ -15,14 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sluice.backends.hopper import prefill
-from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
+from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel, key_heads
 from sluice.backends.hopper.prefill_state import hopper_state_kernel
 from sluice.backends.triton import interpreted
 from tests.gpu.cross import resources
 
 C, K = 64, 128
-HEADS = {"HQ": 16, "HK": 16, "HV": 32, "K": K, "V": K}
-FLOATS = {"g", "A_log", "dt_bias", "beta", "g2", "r_q", "r_k", "joined", "state"}
+HEADS = {"HQ": 16, "HK": 16, "HV": 32, "K": K, "V": K, "HEADS": 2}
+FLOATS = {"g", "A_log", "dt_bias", "beta", "g2", "p_scale", "r_q", "r_k", "joined", "state"}
 INDICES = {"slots": "*i64", "write_slots": "*i64", "has_state": "*i1", "cu_seqlens": "*i32"}
 NO_NORM = {"r_q_ptr": None, "r_k_ptr": None}
 NO_RAW = {"A_log_ptr": None, "dt_bias_ptr": None, "RAW_BETA": False}
@@ -43,16 +43,17 @@ KERNELS = {
 }
 
 
-def kind(name: str) -> str:
-    """What a parameter is, as Triton writes it."""
+def kind(name: str, chunks: bool) -> str:
+    """What a parameter is, as Triton writes it: the parallel half's, or the serial one's."""
+    number = "fp16" if name.startswith("p_") else "bf16"
     if name.endswith("_desc"):
-        width = K if name in ("q_desc", "k_desc") else C
+        width = K if chunks else C
         layout = gl.NVMMASharedLayout.get_default_for([C, width], gl.bfloat16)
-        return f"tensordesc<bf16[{C}, {width}],{layout!r}>"
+        return f"tensordesc<{number}[{C}, {width}],{layout!r}>"
     base = name.removesuffix("_ptr")
     if base == name:
         return "fp32" if name in ("scale", "beta_scale") else "i32"
-    return INDICES.get(base) or ("*fp32" if base in FLOATS else "*bf16")
+    return INDICES.get(base) or ("*fp32" if base in FLOATS else f"*{number}")
 
 
 @pytest.mark.slow
@@ -67,11 +68,15 @@ def test_a_kernel_compiles_for_hopper_and_fits(name):
         if argument in constants:
             signature[argument], values[(i,)] = "constexpr", constants[argument]
             continue
-        signature[argument] = kind(argument)
+        signature[argument] = kind(argument, fn is hopper_chunks_kernel)
         if argument.endswith("_ptr"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=fn, signature=signature, constexprs=values, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": 4}
+    if fn is hopper_chunks_kernel:
+        heads = key_heads(HEADS["HK"], HEADS["HV"])
+        options["maxnreg"] = prefill.CHUNK_REGISTERS[heads]
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     used = resources(compiled)
     assert used.spills <= 160
     assert used.shared <= 227 * 1024

@@ -233,20 +233,26 @@ class _Notice:
             sys.stderr.write(f"sluice: compiled {self.name!r} in {took:.1f} s\n")
 
 
-def _find(name: str) -> Any:
-    """A function of the OpenMP runtime in this process; None if there is none."""
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError, TypeError):
-        return None
+def _runtime(*libraries: str | None) -> Any:
+    """The first of these libraries, with all it was linked with, that has OpenMP's threads."""
+    for name in libraries:
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            library = ctypes.CDLL(name)
+            if library.GOMP_parallel and library.omp_get_thread_num:
+                return library
+    return None
 
 
-_gomp_parallel = _find("GOMP_parallel")
+# As torch's own calls are resolved: among the symbols of the process, then among those of what
+# torch was linked with. Wheels for ARM make no OpenMP symbol visible to the process.
+_openmp = _runtime(None, torch._C.__file__)
+_gomp_parallel = None
 _identify = _parallel = 0
-if _gomp_parallel is not None:
+if _openmp is not None:
+    _gomp_parallel = _openmp.GOMP_parallel
     _gomp_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     _gomp_parallel.restype = None
-    _identify = ctypes.cast(_find("omp_get_thread_num"), ctypes.c_void_p).value or 0
+    _identify = ctypes.cast(_openmp.omp_get_thread_num, ctypes.c_void_p).value or 0
     _parallel = ctypes.cast(_gomp_parallel, ctypes.c_void_p).value or 0
 _as_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

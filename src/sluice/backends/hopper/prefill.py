@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
+from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel, key_heads
 from sluice.backends.hopper.prefill_state import hopper_state_kernel
+from sluice.backends.triton import launch as launching
 from sluice.backends.triton import prefill as portable
 from sluice.backends.triton.launch import dense, strides
 from sluice.contract.problem import DeltaProblem
@@ -19,10 +20,11 @@ from sluice.contract.tensors import DeltaTensors
 
 CHUNK, ROWS, NUM_BUFFERS = 64, 64, 3
 WHOLE = portable.WHOLE
+CHUNK_REGISTERS = {1: 128, 2: 168}  # of a thread, by key heads: four or three programs an SM
 SHORTEST = 1024
 """Tokens of a segment, at least: its transition takes then half of what its values take."""
-CHUNK_US = {64: 1.07, 128: 1.98}
-EFFECT_US, JOIN_US, LAUNCH_US = 1.37, 3.4, 4.0
+CHUNK_US = {64: 0.85, 128: 1.5}
+EFFECT_US, JOIN_US, LAUNCH_US = 1.0, 1.5, 4.0
 """Microseconds, H200, 2026-11-15: a chunk by BLOCK_V, a chunk of a segment's effect, one join, and
 a launch more."""
 
@@ -98,10 +100,14 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> portable.Parts:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(tokens, *shape, dtype=dtype, device=p.device)
 
-    a, products = (empty(p.HV, CHUNK, dtype=p.dtype) for _ in range(2))
+    a = empty(p.HV, CHUNK, dtype=p.dtype)
+    products, p_scale = empty(p.HV, CHUNK, dtype=torch.float16), empty(p.HV)
     g2 = None if t.g is None else empty(p.HV)
     r_q, r_k = (empty(p.HK) if p.normalize_qk else None for _ in range(2))
-    hopper_chunks_kernel[(portable.units_of(p, CHUNK, tail=True) * p.HK,)](
+    _launch(
+        hopper_chunks_kernel,
+        portable.units_of(p, CHUNK, tail=True) * (p.HK // key_heads(p.HK, p.HV)),
+        maxnreg=CHUNK_REGISTERS[key_heads(p.HK, p.HV)],
         q_desc=_matrix(p, t.q, p.K),
         k_desc=_matrix(p, t.k, p.K),
         g_ptr=t.g,
@@ -110,6 +116,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> portable.Parts:
         beta_ptr=t.beta,
         a_ptr=a,
         p_ptr=products,
+        p_scale_ptr=p_scale,
         g2_ptr=g2,
         r_q_ptr=r_q,
         r_k_ptr=r_k,
@@ -127,9 +134,8 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> portable.Parts:
         K=p.K,
         V=p.V,
         RAW_BETA=p.raw_gates,
-        num_warps=4,
     )
-    return portable.Parts(a, products, g2, r_q, r_k)
+    return portable.Parts(a, products, p_scale, g2, r_q, r_k)
 
 
 def _states(
@@ -143,12 +149,15 @@ def _states(
 ) -> None:
     """The serial half: outputs and final states, or what each segment does to any state."""
     assert parts.a is not None
+    assert parts.p_scale is not None
     rows, segment = t.rows, plan.segment or WHOLE
 
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
-    hopper_state_kernel[(portable.units_of(p, segment, tail=False) * p.HV * blocks,)](
-        q_desc=_matrix(p, t.q, p.K),
-        k_desc=_matrix(p, t.k, p.K),
+    _launch(
+        hopper_state_kernel,
+        portable.units_of(p, segment, tail=False) * p.HV * blocks,
+        q_desc=_matrix(p, t.q, ROWS),
+        k_desc=_matrix(p, t.k, ROWS),
         v_desc=_matrix(p, t.v, ROWS),
         a_desc=_matrix(p, parts.a, CHUNK),
         p_desc=_matrix(p, parts.p, CHUNK),
@@ -158,6 +167,7 @@ def _states(
         v_ptr=t.v,
         a_ptr=parts.a,
         p_ptr=parts.p,
+        p_scale_ptr=parts.p_scale,
         o_ptr=t.out,
         g2_ptr=parts.g2,
         r_q_ptr=parts.r_q,
@@ -187,8 +197,14 @@ def _states(
         NUM_BUFFERS=NUM_BUFFERS,
         STATE_KV=p.state_layout == "kv",
         OUTPUT=output,
-        num_warps=4,
     )
+
+
+def _launch(kernel: Any, programs: int, maxnreg: int | None = None, **arguments: Any) -> None:
+    options = {"num_warps": 4, "launch_pdl": True}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
+    launching.run(kernel, programs, arguments, options)
 
 
 def _matrix(p: DeltaProblem, x: Tensor, width: int) -> TensorDescriptor:
@@ -198,7 +214,7 @@ def _matrix(p: DeltaProblem, x: Tensor, width: int) -> TensorDescriptor:
         [p.B * p.T, x.shape[-2] * x.shape[-1]],
         [x.stride(-3), 1],
         [CHUNK, width],
-        _tile(width, p.dtype),
+        _tile(width, x.dtype),
     )
 
 

@@ -1,23 +1,17 @@
 """The parallel half of chunked prefill on Hopper, in Gluon: one program makes P and Ag of a chunk.
 
-It owns a chunk of C = 64 tokens of a key head, makes Q Kᵀ and K Kᵀ once, and for each value head
+It owns a chunk of C = 64 tokens of one or two key heads, makes Q Kᵀ and K Kᵀ once, and for each
+value head, four at a time, a warp each,
 
     P  = scale lower(G ∘ Q Kᵀ)                     G_ij = exp(gc_i - gc_j), i >= j
     A  = (I + M)⁻¹, M = strictLower(diag(beta) K Kᵀ)
     Ag = (G ∘ A) diag(beta)
 
-with gc the cumulative log decay in the chunk (docs/kernels/chunked.md). The inverse: M = D + N, D
-its four diagonal blocks of 16 x 16. X = (I + D)⁻¹ by forward substitution in float32, one thread a
-column, so that a step is one multiply-add and no thread waits for another; then, with E = X N,
-
-    A = (I - E)(I + E²) X                          E⁴ = 0
-
-in float16 products with float32 sums. E is no small number, but E² already is a sum over 16 tokens
-of bounded terms, at most two such sums long, so nothing cancels (docs/numerics.md); a series over
-single tokens would.
+with gc the cumulative log decay in the chunk (docs/kernels/chunked.md); A: prefill_inverse. P is
+stored in float16 for every input dtype, each row divided by a power of two of its own.
 """
 
-# ruff: noqa: RUF005 (what a kernel may not say)
+# ruff: noqa: RUF005, SIM102 (what a kernel may not say)
 
 from __future__ import annotations
 
@@ -30,12 +24,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sluice.backends.hopper.prefill_inverse import (
+    along,
+    block_offsets,
+    by_block,
+    by_warp,
+    invert,
+    unmixed,
+)
 from sluice.backends.hopper.prefill_tiles import barrier, unit_span
 
 C_TOKENS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
 NORM_EPS = gl.constexpr(1e-6)
+
+
+@gluon.constexpr_function
+def key_heads(HK, HV):
+    """Key heads a program has, of which it takes four value heads at a time."""
+    return 2 if HV <= 2 * HK and HK % 2 == 0 else 1
 
 
 @gluon.jit
@@ -64,19 +73,61 @@ def softplus(x):
 
 
 @gluon.jit
-def log2_decay(g_ptr, A_log_ptr, dt_bias_ptr, head_v, stride_g_t, count, offs):
-    """A chunk's cumulative log2 decay [C]; 0 is added behind ``count``."""
-    on = offs < count
-    g = gl.load(g_ptr + offs.to(gl.int64) * stride_g_t, mask=on, other=0.0).to(gl.float32)
-    if A_log_ptr is not None:
-        if dt_bias_ptr is not None:
-            g += gl.load(dt_bias_ptr + head_v).to(gl.float32)
-        g = -gl.exp2(gl.load(A_log_ptr + head_v).to(gl.float32) * LOG2_E) * softplus(g)
-    return gl.associative_scan(gl.where(on, g * LOG2_E, 0.0), 0, add)
+def gather_gates(
+    g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, head, heads, count, beta_scale,
+    stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R: gl.constexpr, KH: gl.constexpr,
+    RAW_BETA: gl.constexpr,
+):  # fmt: skip
+    """Cumulative log2 decays and betas of four value heads from ``head`` on, a warp a head.
+
+    They go to shared memory as [4 blocks of tokens, KH, 4 / KH, 16]. Behind ``count`` the decay
+    stays and beta is 0, where a key head has no more than ``heads`` value heads both are.
+    """
+    C: gl.constexpr = C_TOKENS
+    H: gl.constexpr = 4 // KH
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    offs = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0)
+    item = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
+    own = item % H < heads
+    item = head + item // H * R + item % H
+    on = (offs < count) & own
+    at = offs.to(gl.int64) * stride_beta_t + item * stride_beta_h
+    beta = gl.load(beta_ptr + at, mask=on, other=0.0).to(gl.float32)
+    if g_ptr is not None:
+        at = offs.to(gl.int64) * stride_g_t + item * stride_g_h
+        g = gl.load(g_ptr + at, mask=on, other=0.0).to(gl.float32)
+        if A_log_ptr is not None:
+            A = gl.load(A_log_ptr + item, mask=own, other=0.0).to(gl.float32)
+            if dt_bias_ptr is not None:
+                g += gl.load(dt_bias_ptr + item, mask=own, other=0.0).to(gl.float32)
+            g = -gl.exp2(A * LOG2_E) * softplus(g)
+        g2 = gl.associative_scan(gl.where(on, g * LOG2_E, 0.0), 1, add)
+        g_smem.store(gl.permute(gl.reshape(g2, [KH, H, 4, 16]), (2, 0, 1, 3)))
+    if RAW_BETA:
+        beta = gl.where(on, sigmoid(beta) * beta_scale, 0.0)
+    b_smem.store(gl.permute(gl.reshape(beta, [KH, H, 4, 16]), (2, 0, 1, 3)))
 
 
 @gluon.jit
-def inverse_lengths(smem, offs, count, r_ptr, r_smem, H: gl.constexpr):
+def store_rows(
+    ptr, smem, count, heads, HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr
+):  # fmt: skip
+    """Store a number a token and head, [4 blocks of tokens, KH, 4 / KH (or 1: the same), 16]."""
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 2, 1],
+        [1, 1, 2, 16] if KH == 1 else [1, 2, 1, 16],
+        [4, 1, 1, 1],
+        [2, 1, 3, 0],
+    )
+    row = along(0, 4, layout, 4) * 16 + along(3, 16, layout, 4)
+    h = along(2, 4 // KH, layout, 4)
+    on = (row < count) & (h < heads) & (along(1, KH, layout, 4) < KH)
+    x = gl.where(on, smem.load(layout), 0.0)
+    gl.store(ptr + row * HV + along(1, KH, layout, 4) * R + h, x, mask=on)
+
+
+@gluon.jit
+def inverse_lengths(smem, count, r_ptr, r_smem, H: gl.constexpr):
     """1 / sqrt(sum x² + eps) for each row of a tile, to memory and to shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     x = smem.load(layout).to(gl.float32)
@@ -87,15 +138,16 @@ def inverse_lengths(smem, offs, count, r_ptr, r_smem, H: gl.constexpr):
 
 
 @gluon.jit
-def store_square(ptr, x, count, stride):
-    """Store the first ``count`` rows of [C, C], 16 bytes a thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    x = gl.convert_layout(x, layout)
-    rows = gl.arange(0, C_TOKENS, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, C_TOKENS, gl.SliceLayout(0, layout))
-    at = gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
-    mask = gl.expand_dims(rows < count, 1) & gl.expand_dims(columns < C_TOKENS, 0)
-    gl.store(ptr + at, x, mask=mask)
+def row_scale(qk, scale):
+    """The power of two by which a row of P goes to float16: its largest comes to [2¹⁰, 2¹¹).
+
+    1 for a row of zeros. Neither it nor its inverse, the second result, leaves normal float32.
+    """
+    largest = gl.max(gl.abs(qk), axis=1) * gl.abs(scale)
+    bits = (largest.to(gl.int32, bitcast=True) & 0x7F800000) - (10 << 23)
+    bits = gl.minimum(gl.maximum(bits, 1 << 23), 253 << 23)
+    bits = gl.where(largest == 0.0, 127 << 23, bits)
+    return bits.to(gl.float32, bitcast=True), (0x7F000000 - bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -112,75 +164,50 @@ def zero_rows(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def paired(X):
-    """Half as many tensors: i and i + half side by side."""
-    half: gl.constexpr = len(X) // 2
-    pairs = ()
-    for i in gl.static_range(half):
-        pairs = pairs + (gl.join(X[i], X[i + half]),)
-    return pairs
-
-
-@gluon.jit
-def stack(X):
-    """Sixteen [4, 1, 16] as [4, 16, 16]: number i becomes row i."""
-    X = paired(paired(paired(paired(X))))
-    return gl.permute(gl.reshape(X[0], [4, 16, 16]), (0, 2, 1))
-
-
-@gluon.jit
-def invert_diagonal(d_smem):
-    """X = (I + D)⁻¹ [4, 16, 16] for the four diagonal blocks of D.
-
-    A thread has one column of a block: x_i = e_i - sum_j D_ij x_j.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [2, 1, 16], [2, 1, 2], [2, 1, 0])
-    of_block: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
-    column = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, of_block), 0), 1)
-    zero = gl.zeros([4, 1, 16], gl.float32, layout)
-    X = ()
-    for i in gl.static_range(16):
-        x = gl.where(column == i, zero + 1.0, zero)
-        row = d_smem.slice(i, 1, 1)
-        for j in gl.static_range(i):
-            x = x - row.slice(j, 1, 2).load(layout) * X[j]
-        X = X + (x,)
-    return stack(X)
-
-
-@gluon.jit
-def invert(M, near, below, d_smem, x_smem, X_smem, N_smem, E_smem, acc: gl.constexpr,
-           cube: gl.constexpr):  # fmt: skip
-    """(I + M)⁻¹ [C, C] of a strictly lower M, in acc's layout.
-
-    near: [C, 4, 1], whether a column block is the row's own; below: [C, C], whether it is earlier.
-    """
+def store_squares(
+    a_ptr, p_ptr, A, qk_smem, X, g_rows, b_rows, count, heads, quads: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr, DECAY: gl.constexpr,
+):  # fmt: skip
+    """Ag and P of four value heads, block by block of [16, 16], zeros above the diagonal."""
     C: gl.constexpr = C_TOKENS
-    left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc, k_width=2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    none = gl.zeros([C, C], gl.float32, acc)
-    D = gl.convert_layout(gl.reshape(M, [C, 4, 16]), cube)
-    D = gl.sum(gl.where(near, D, 0.0), axis=1)
-    d_smem._reinterpret(gl.float32, [C, 16], flat).store(D)
-    N_smem.store(gl.where(below, M, 0.0).to(gl.float16))
-    x_smem.store(invert_diagonal(d_smem))
-    X = x_smem._reinterpret(gl.float32, [C, 16], flat).load(gl.SliceLayout(1, cube))
-    X = gl.where(near, gl.expand_dims(X, 1), 0.0)
-    X = gl.convert_layout(gl.reshape(X, [C, C]), acc)
-    X_smem.store(X.to(gl.float16))
-    fence_async_shared()
-    barrier()
-    E = warpgroup_mma(gl.convert_layout(X, left).to(gl.float16), N_smem, none, use_acc=False)
-    E_smem.store(E.to(gl.float16))
-    E_left = gl.convert_layout(E, left).to(gl.float16)
-    fence_async_shared()
-    barrier()
-    F = warpgroup_mma(E_left, E_smem, none, use_acc=False)
-    Y = warpgroup_mma(gl.convert_layout(F, left).to(gl.float16), X_smem, X)
-    N_smem.store(Y.to(gl.float16))
-    fence_async_shared()
-    barrier()
-    return warpgroup_mma(gl.convert_layout(-E, left).to(gl.float16), N_smem, Y)
+    H: gl.constexpr = 4 // KH
+    FIRST: gl.constexpr = 4 if KH == 2 else 0
+    by_row: gl.constexpr = gl.SliceLayout(3, quads)
+    by_column: gl.constexpr = gl.SliceLayout(2, quads)
+    kh = along(0, KH, quads, 4)
+    h = along(1, H, quads, 4)
+    row = along(2, 16, quads, 4)
+    column = along(3, 16, quads, 4)
+    at = row * (HV * C) + (kh * R + h) * C + column
+    zeros = gl.zeros([KH, H, 16, 16], gl.float16, quads)
+    for i in gl.static_range(4):
+        on = (row + 16 * i < count) & (h < heads) & (kh < KH) & (column < 16)
+        if DECAY:
+            g_i = gl.expand_dims(g_rows.index(i).load(by_row), 3)
+        for j in gl.static_range(4):
+            to = at + (16 * i * HV * C + 16 * j)
+            if j > i:
+                gl.store(a_ptr + to, zeros.to(a_ptr.dtype.element_ty), mask=on)
+                gl.store(p_ptr + to, zeros, mask=on)
+            else:
+                p = qk_smem.index(i * 4 + j)
+                p = gl.expand_dims(p.load(gl.SliceLayout(1, quads)).to(gl.float32), 1)
+                if i == j:
+                    a = X.index(FIRST + i).load(quads)
+                else:
+                    a = unmixed(A[i * (i - 1) // 2 + j], quads, KH)
+                a = a * gl.expand_dims(b_rows.index(j).load(by_column), 2)
+                if DECAY:
+                    g = g_i - gl.expand_dims(g_rows.index(j).load(by_column), 2)
+                    if i == j:
+                        g = gl.where(row >= column, g, 0.0)
+                    G = gl.exp2(g)
+                    a = a * G
+                    p = p * G
+                else:
+                    p = gl.where(h < H, p, 0.0)  # as wide as a
+                gl.store(a_ptr + to, a.to(a_ptr.dtype.element_ty), mask=on)
+                gl.store(p_ptr + to, p.to(gl.float16), mask=on)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -192,7 +219,8 @@ def hopper_chunks_kernel(
     dt_bias_ptr,  # [HV]; None: 0
     beta_ptr,  # [B, T, HV]
     a_ptr,  # [B * T, HV, C]: Ag
-    p_ptr,  # [B * T, HV, C]: P, times scale
+    p_ptr,  # [B * T, HV, C] float16: P, a row divided by its p_scale
+    p_scale_ptr,  # [B * T, HV] float32: powers of two
     g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
     r_q_ptr,  # [B * T, HK] float32: inverse lengths; None without norm
     r_k_ptr,  # [B * T, HK] float32
@@ -217,48 +245,72 @@ def hopper_chunks_kernel(
 ):
     C: gl.constexpr = C_TOKENS
     R: gl.constexpr = HV // HK
+    KH: gl.constexpr = key_heads(HK, HV)
+    H: gl.constexpr = 4 // KH
     dtype: gl.constexpr = k_desc.dtype
     acc: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16]
     )
-    # acc's layout of [C, C], seen as [C, 4, 16]
-    cube: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0]],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]],
+    # a block [16, 16] of each of four value heads: four neighbours of a row a thread, a warp a head
+    warps: gl.constexpr = by_warp(KH)
+    quads: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 8, 0]],
+        lane_bases=[[0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        warp_bases=warps,
         block_bases=[],
-        shape=[C, 4, 16],
+        shape=[KH, H, 16, 16],
+    )
+    # what a product needs of a transposed block, rows mixed
+    upright: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 2, 0], [0, 0, 0, 8]],
+        lane_bases=[[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 4, 0], [0, 0, 8, 0]],
+        warp_bases=warps,
+        block_bases=[],
+        shape=[KH, H, 16, 16],
     )
     by_row: gl.constexpr = gl.SliceLayout(1, acc)
     by_column: gl.constexpr = gl.SliceLayout(0, acc)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    blocks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    blocks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    grid: gl.constexpr = gl.SharedLinearLayout(block_offsets([4, 4, KH, 16, 16], (2, 0), (4, 8)))
+    turned: gl.constexpr = gl.SharedLinearLayout(
+        block_offsets([4, 4, KH, 16, 16], (2, 8), (4, 0), turned=True)
+    )
+    every: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    half: gl.constexpr = gl.SharedLinearLayout(block_offsets([KH, 16, 16], (2, 0), (4, 8)))
+    block: gl.constexpr = gl.SharedLinearLayout(block_offsets([KH, 16, 16], (2, 8), (4, 0)))
+    inverses: gl.constexpr = gl.SharedLinearLayout(
+        block_offsets([4, KH, H, 16, 16], (2, 8), (5, 0))
+    )
+    inverse: gl.constexpr = gl.SharedLinearLayout(block_offsets([KH, H, 16, 16], (2, 8), (5, 0)))
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 
+    gdc_wait()  # for the kernels before this one, which make q, k and the gates
+    gdc_launch_dependents()
     pid = gl.program_id(0)
-    head_k = pid % HK
-    unit = pid // HK
+    group = pid % (HK // KH)
+    unit = pid // (HK // KH)
     seq, start, chunk, end = unit_span(unit, cu_seqlens_ptr, N, T, C)
     row = start + chunk * C
     count = gl.minimum(end - row, C)
     if (count > 0) & (seq >= N):  # tokens behind the last sequence
-        at = o_ptr + row.to(gl.int64) * stride_o_t + head_k * (R * V)
-        zero_rows(at, count, stride_o_t, R * V)
+        at = o_ptr + row.to(gl.int64) * stride_o_t + group * (KH * R * V)
+        zero_rows(at, count, stride_o_t, KH * R * V)
     if (count > 0) & (seq < N):
-        q_smem = gl.allocate_shared_memory(dtype, [C, K], q_desc.layout)
-        k_smem = gl.allocate_shared_memory(dtype, [C, K], k_desc.layout)
-        X_smem = gl.allocate_shared_memory(gl.float16, [C, C], k_desc.layout)
-        N_smem = gl.allocate_shared_memory(gl.float16, [C, C], k_desc.layout)
-        E_smem = gl.allocate_shared_memory(gl.float16, [C, C], k_desc.layout)
-        d_smem = gl.allocate_shared_memory(gl.float32, [4, 16, 16], blocks)
-        x_smem = gl.allocate_shared_memory(gl.float32, [4, 16, 16], blocks)
-        g_smem = gl.allocate_shared_memory(gl.float32, [C], plain)
-        b_smem = gl.allocate_shared_memory(gl.float32, [C], plain)
+        q_smem = gl.allocate_shared_memory(dtype, [KH, C, K], q_desc.layout)
+        k_smem = gl.allocate_shared_memory(dtype, [KH, C, K], k_desc.layout)
+        g_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], blocks)
+        b_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], blocks)
+        s_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
         bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(bar, count=1)
         fence_async_shared()
-        mbarrier.expect(bar, 2 * 2 * C * K)
-        tma.async_copy_global_to_shared(k_desc, [row, head_k * K], bar, k_smem)
-        tma.async_copy_global_to_shared(q_desc, [row, head_k * K], bar, q_smem)
+        mbarrier.expect(bar, KH * 2 * 2 * C * K)
+        for kh in gl.static_range(KH):
+            column = (group * KH + kh) * K
+            tma.async_copy_global_to_shared(k_desc, [row, column], bar, k_smem.index(kh))
+            tma.async_copy_global_to_shared(q_desc, [row, column], bar, q_smem.index(kh))
+        barrier()  # no copy is put off behind the gates
 
         batch = seq * 0
         t = row
@@ -266,62 +318,81 @@ def hopper_chunks_kernel(
             batch = seq
             t = row - seq * T
         tokens = row.to(gl.int64)
-        offs = gl.arange(0, C, gl.BlockedLayout([2], [32], [4], [0]))
-        offs_i = gl.arange(0, C, by_row)
-        offs_j = gl.arange(0, C, by_column)
-        i = gl.expand_dims(offs_i, 1)
-        j = gl.expand_dims(offs_j, 0)
-        rows3 = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, cube)))
-        blocks3 = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, cube)))
-        own = gl.expand_dims(gl.expand_dims(rows3, 1), 2) // 16
-        near = own == gl.expand_dims(gl.expand_dims(blocks3, 0), 2)
-
+        beta_ptr += batch.to(gl.int64) * stride_beta_b + t.to(gl.int64) * stride_beta_t
+        if g_ptr is not None:
+            g_ptr += batch.to(gl.int64) * stride_g_b + t.to(gl.int64) * stride_g_t
+        gather_gates(
+            g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, group * (KH * R), R, count,
+            beta_scale, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R, KH, RAW_BETA,
+        )  # fmt: skip
+        i = gl.expand_dims(gl.arange(0, C, by_row), 1)
+        j = gl.expand_dims(gl.arange(0, C, by_column), 0)
         none = gl.zeros([C, C], gl.float32, acc)
+        # Q and K are done with after these products, which take their place
+        d_smem = k_smem._reinterpret(gl.float32, [4, 4, KH, 16, 16], every).slice(0, 1, 1)
+        kk_smem = k_smem._reinterpret(gl.float32, [16, KH, 16, 16], block)
+        qk_smem = q_smem._reinterpret(gl.float16, [32, KH, 16, 16], half)
+        if KH == 2:  # behind Q Kᵀ there is room; invert and store_squares count from there
+            x_smem = q_smem._reinterpret(gl.float32, [2, 4, KH, H, 16, 16], inverses).index(1)
+            X = q_smem._reinterpret(gl.float32, [8, KH, H, 16, 16], inverse)
+        else:
+            x_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16, 16], inverses)
+            X = x_smem._reinterpret(gl.float32, [4, KH, H, 16, 16], inverse)
+        g_rows = g_smem._reinterpret(gl.float32, [4, KH, H, 16], rows)
+        b_rows = b_smem._reinterpret(gl.float32, [4, KH, H, 16], rows)
         mbarrier.wait(bar, 0)
-        kk = warpgroup_mma(k_smem, k_smem.permute((1, 0)), none, use_acc=False, is_async=True)
-        qk = warpgroup_mma(q_smem, k_smem.permute((1, 0)), none, use_acc=False, is_async=True)
         if r_k_ptr is not None:
-            r_k_smem = gl.allocate_shared_memory(gl.float32, [C], plain)
-            r_q_smem = gl.allocate_shared_memory(gl.float32, [C], plain)
-            inverse_lengths(k_smem, offs, count, r_k_ptr + tokens * HK + head_k, r_k_smem, HK)
-            inverse_lengths(q_smem, offs, count, r_q_ptr + tokens * HK + head_k, r_q_smem, HK)
-        kk = warpgroup_mma_wait(1, deps=[kk])
-        qk = warpgroup_mma_wait(0, deps=[qk])
-        if r_k_ptr is not None:
-            r_j = gl.expand_dims(r_k_smem.load(by_column), 0)
-            kk = kk * gl.expand_dims(r_k_smem.load(by_row), 1) * r_j
-            qk = qk * gl.expand_dims(r_q_smem.load(by_row), 1) * r_j
-        # what other sequences' tokens hold must not come in, were it not a number
-        kk = gl.where((i > j) & (i < count), kk, 0.0)
-        qk = gl.where(i >= j, qk * scale, 0.0)
+            r_k_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
+            r_q_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
+            for kh in gl.static_range(KH):
+                at = tokens * HK + group * KH + kh
+                inverse_lengths(k_smem.index(kh), count, r_k_ptr + at, r_k_smem.index(kh), HK)
+                inverse_lengths(q_smem.index(kh), count, r_q_ptr + at, r_q_smem.index(kh), HK)
+        kks = ()
+        qks = ()
+        for kh in gl.static_range(KH):
+            k_tile = k_smem.index(kh)
+            q_tile = q_smem.index(kh)
+            k_t = k_tile.permute((1, 0))
+            kk = warpgroup_mma(k_tile, k_t, none, use_acc=False, is_async=True)
+            qk = warpgroup_mma(q_tile, k_t, none, use_acc=False, is_async=True)
+            kk = warpgroup_mma_wait(1, deps=[kk])
+            qk = warpgroup_mma_wait(0, deps=[qk])
+            if r_k_ptr is not None:
+                r_j = gl.expand_dims(r_k_smem.index(kh).load(by_column), 0)
+                kk = kk * gl.expand_dims(r_k_smem.index(kh).load(by_row), 1) * r_j
+                qk = qk * gl.expand_dims(r_q_smem.index(kh).load(by_row), 1) * r_j
+            # what other sequences' tokens hold must not come in, were it not a number
+            if count < C:
+                kk = gl.where((i < count) & (j < count), kk, 0.0)
+            qk = gl.where(i >= j, qk, 0.0)
+            p_scale, divisor = row_scale(qk, scale)
+            s_smem.index(kh).store(p_scale)
+            kks = kks + (kk,)
+            qks = qks + ((qk * gl.expand_dims(scale * divisor, 1)).to(gl.float16),)
+        barrier()
+        k_smem._reinterpret(gl.float32, [4, 4, KH, 16, 16], turned).store(by_block(kks))
+        q_smem._reinterpret(gl.float16, [2, 4, 4, KH, 16, 16], grid).index(0).store(by_block(qks))
 
-        for h in range(R):
-            head_v = head_k * R + h
-            at = beta_ptr + batch.to(gl.int64) * stride_beta_b + head_v * stride_beta_h
-            at += t.to(gl.int64) * stride_beta_t
-            on = offs < count
-            beta = gl.load(at + offs.to(gl.int64) * stride_beta_t, mask=on, other=0.0)
-            beta = beta.to(gl.float32)
-            if RAW_BETA:
-                beta = gl.where(on, sigmoid(beta) * beta_scale, 0.0)
-            b_smem.store(beta)
-            square = tokens * (HV * C) + head_v * C
+        for first in range(0, R, H):
+            head = group * (KH * R) + first
+            heads = R - first
+            if R > H:
+                if first > 0:
+                    barrier()
+                    gather_gates(
+                        g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, head, heads, count,
+                        beta_scale, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R, KH,
+                        RAW_BETA,
+                    )  # fmt: skip
+                    barrier()
+            at = tokens * HV + head
             if g_ptr is not None:
-                g_at = g_ptr + batch.to(gl.int64) * stride_g_b + head_v * stride_g_h
-                g_at += t.to(gl.int64) * stride_g_t
-                g2 = log2_decay(g_at, A_log_ptr, dt_bias_ptr, head_v, stride_g_t, count, offs)
-                gl.store(g2_ptr + (tokens + offs) * HV + head_v, g2, mask=on)
-                g_smem.store(g2)
-                g_i = gl.expand_dims(g_smem.load(by_row), 1)
-                g_j = gl.expand_dims(g_smem.load(by_column), 0)
-                G = gl.exp2(gl.where(i >= j, g_i - g_j, 0.0))
-                store_square(p_ptr + square, (qk * G).to(dtype), count, HV * C)
-            else:
-                G = none + 1.0
-                store_square(p_ptr + square, qk.to(dtype), count, HV * C)
-            M = kk * gl.expand_dims(b_smem.load(by_row), 1)
-            A = invert(
-                M, near, i // 16 > j // 16, d_smem, x_smem, X_smem, N_smem, E_smem, acc, cube
-            )
-            A = A * G * gl.expand_dims(b_smem.load(by_column), 0)
-            store_square(a_ptr + square, gl.where(i >= j, A, 0.0).to(dtype), count, HV * C)
+                store_rows(g2_ptr + at, g_smem, count, heads, HV, R, KH)
+            scales = s_smem._reinterpret(gl.float32, [KH, 1, 4, 16], blocks).permute((2, 0, 1, 3))
+            store_rows(p_scale_ptr + at, scales, count, heads, HV, R, KH)
+            A = invert(kk_smem, d_smem, b_smem, x_smem, X, b_rows, quads, upright, KH)
+            store_squares(
+                a_ptr + at * C, p_ptr + at * C, A, qk_smem, X, g_rows, b_rows, count, heads,
+                quads, HV, R, KH, g_ptr is not None,
+            )  # fmt: skip

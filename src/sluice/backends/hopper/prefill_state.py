@@ -9,10 +9,11 @@ nothing of it goes through shared memory (docs/kernels/chunked.md):
     Oᵀ  = scale (e^gc Sᵀ Qᵀ + Vdᵀ Pᵀ)
     Sᵀ <- e^gl Sᵀ + (e^(gl - gc) Vdᵀ) K
 
-Ag, P and the gates come from the kernels that run over chunks in parallel. A warp that does nothing
-else asks for whole chunks by TMA, as many ahead as there are buffers. One warpgroup holds 64 value
-columns of one head; with BLOCK_V = 128 two of them share a program's tiles and run apart. What is
-left at the end of a sequence comes by masked loads, since the tokens behind it belong to others.
+Ag, P (float16, over a power of two a token) and the gates come from the kernels that run over
+chunks in parallel. A warp that does nothing else asks for whole chunks by TMA, as many ahead as
+there are buffers. One warpgroup holds 64 value columns of one head; with BLOCK_V = 128 two of them
+share a program's tiles and run apart. What is left at the end of a sequence comes by masked loads,
+since the tokens behind it belong to others.
 
 Without OUTPUT the same kernel makes what a segment does to any state: S_zero, from zero, and the
 transition M, from the identity and without values.
@@ -23,6 +24,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.prefill_tiles import unit_span
 from sluice.backends.hopper.prefill_warps import C_TOKENS, ROWS, consume, produce
@@ -30,11 +32,11 @@ from sluice.backends.hopper.prefill_warps import C_TOKENS, ROWS, consume, produc
 
 @gluon.jit(do_not_specialize=["N", "T", "pad_slot", "segment_size"])
 def hopper_state_kernel(
-    q_desc,  # [B * T, HQ * K], block [C, K]
-    k_desc,  # [B * T, HK * K], block [C, K]
+    q_desc,  # [B * T, HQ * K], block [C, 64]
+    k_desc,  # [B * T, HK * K], block [C, 64]
     v_desc,  # [B * T, HV * V], block [C, 64]
     a_desc,  # [B * T, HV * C], block [C, C]: Ag
-    p_desc,  # [B * T, HV * C], block [C, C]: P, times scale
+    p_desc,  # [B * T, HV * C] float16, block [C, C]: P, times scale, over p_scale
     o_desc,  # [B * T, HV * V], block [C, 64]
     q_ptr,
     k_ptr,
@@ -43,6 +45,7 @@ def hopper_state_kernel(
     p_ptr,
     o_ptr,  # the same six
     g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
+    p_scale_ptr,  # [B * T, HV] float32: powers of two
     r_q_ptr,  # [B * T, HQ] float32: inverse lengths; None without norm
     r_k_ptr,  # [B * T, HK] float32
     joined_ptr,  # [units, HV, K, V + K] float32: S_zero | M without OUTPUT, else states; None
@@ -75,6 +78,8 @@ def hopper_state_kernel(
     HALVES: gl.constexpr = BLOCK_V // ROWS
     BLOCKS_V: gl.constexpr = V // BLOCK_V
     BLOCKS: gl.constexpr = BLOCKS_V if OUTPUT else BLOCKS_V + K // BLOCK_V
+    gdc_wait()  # for the kernels before this one: see tiles.begin
+    gdc_launch_dependents()
     pid = gl.program_id(0)
     block = pid % BLOCKS
     head_v = (pid // BLOCKS) % HV
@@ -106,26 +111,28 @@ def hopper_state_kernel(
     state_ptr += head_v * (V * K)
     if g2_ptr is not None:
         g2_ptr += head_v
+    p_scale_ptr += head_v
     if r_k_ptr is not None:
         r_q_ptr += head_q
         r_k_ptr += head_k
 
     dtype: gl.constexpr = k_desc.dtype
-    k_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, C, K], k_desc.layout)
+    # K above Q: one product of the state with both
+    KEYS: gl.constexpr = 2 * C if OUTPUT else C
+    kq_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, KEYS, K], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS * HALVES, C, ROWS], v_desc.layout)
     a_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, C, C], a_desc.layout)
     if OUTPUT:
-        q_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, C, K], k_desc.layout)
-        p_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, C, C], a_desc.layout)
+        p_bufs = gl.allocate_shared_memory(gl.float16, [NUM_BUFFERS, C, C], p_desc.layout)
         o_bufs = gl.allocate_shared_memory(dtype, [HALVES, C, ROWS], v_desc.layout)
     else:  # nothing is read
-        q_bufs = k_bufs
         p_bufs = a_bufs
         o_bufs = v_bufs
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     past = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
     to_end = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
     read = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
+    lift = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
     ready = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_BUFFERS):
@@ -135,6 +142,7 @@ def hopper_state_kernel(
 
     known = live
     keep = live
+    split = end - start > segment_size
     if OUTPUT:
         source_ptr = state_ptr + slot * stride_state_p
         if has_state_ptr is not None:
@@ -144,20 +152,22 @@ def hopper_state_kernel(
         keep = keep & (slot > pad_slot) & (row + tokens >= end)
         target_ptr = state_ptr + slot * stride_state_p
         if joined_ptr is not None:
-            known = known & (segment == 0)
-            joined_ptr += ((unit - 1).to(gl.int64) * HV + head_v) * (K * (V + K))
+            # the program that ends the sequence writes the pool while others still begin
+            known = known & (end - start <= segment_size)
+            before = gl.where(segment > 0, unit - 1, unit + (end - start - 1) // segment_size)
+            joined_ptr += (before.to(gl.int64) * HV + head_v) * (K * (V + K))
     else:
         source_ptr = joined_ptr
         target_ptr = joined_ptr + (unit.to(gl.int64) * HV + head_v) * (K * (V + K))
         target_ptr += gl.where(values != 0, 0, V)
     request = (
-        q_desc, k_desc, v_desc, a_desc, p_desc, q_bufs, k_bufs, v_bufs, a_bufs, p_bufs, ready, free,
+        q_desc, k_desc, v_desc, a_desc, p_desc, kq_bufs, v_bufs, a_bufs, p_bufs, ready, free,
         chunks, row, head_q, head_k, head_v, column_v, values != 0,
     )  # fmt: skip
     work = (
-        q_bufs, k_bufs, v_bufs, a_bufs, p_bufs, o_bufs, past, to_end, read, ready, free, o_desc,
-        q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, o_ptr, g2_ptr, r_q_ptr, r_k_ptr,
-        source_ptr, known, joined_ptr, segment, target_ptr, keep,
+        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, (past, to_end, read, lift), ready, free, o_desc,
+        q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, o_ptr, g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr,
+        source_ptr, known, joined_ptr, split, target_ptr, keep,
         scale, live, row, tokens, head_q, head_k, head_v, column_v, first_row, values,
         stride_q_t, stride_k_t, stride_v_t, stride_o_t,
     )  # fmt: skip

@@ -3,9 +3,10 @@
 The equations are in prefill_state.py. Per chunk the tensor cores wait for the state three times;
 all that is not in that chain (the output, its store, the next chunk's gates and values) is done
 while they work on the next chunk's first product.
-"""
 
-# ruff: noqa: SIM108 (what a kernel may not say, and constants decide)
+P and Vd meet in float16, each with powers of two: P by token, from the parallel half, Vd by value
+column, made here. In bfloat16 their sum would lose two bits where keys repeat (docs/numerics.md).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def produce(
 ):
     """Ask for all whole chunks, each as soon as its buffers are free."""
     (
-        q_desc, k_desc, v_desc, a_desc, p_desc, q_bufs, k_bufs, v_bufs, a_bufs, p_bufs, ready, free,
+        q_desc, k_desc, v_desc, a_desc, p_desc, kq_bufs, v_bufs, a_bufs, p_bufs, ready, free,
         chunks, row, head_q, head_k, head_v, column_v, values,
     ) = request  # fmt: skip
     C: gl.constexpr = C_TOKENS
@@ -51,14 +52,14 @@ def produce(
             mbarrier.expect(bar, COMMON + 2 * C * BLOCK_V)
         else:
             mbarrier.expect(bar, COMMON)
-        tma.async_copy_global_to_shared(k_desc, [t, head_k * K], bar, k_bufs.index(stage))
+        copy_rows(k_desc, kq_bufs.index(stage).slice(0, C, 0), t, head_k * K, bar, K)
         for half in gl.static_range(HALVES):
             v_smem = v_bufs.index(stage * HALVES + half)
             at = column_v + half * ROWS
             tma.async_copy_global_to_shared(v_desc, [t, at], bar, v_smem, pred=values)
         tma.async_copy_global_to_shared(a_desc, [t, head_v * C], bar, a_bufs.index(stage))
         if OUTPUT:
-            tma.async_copy_global_to_shared(q_desc, [t, head_q * K], bar, q_bufs.index(stage))
+            copy_rows(q_desc, kq_bufs.index(stage).slice(C, C, 0), t, head_q * K, bar, K)
             tma.async_copy_global_to_shared(p_desc, [t, head_v * C], bar, p_bufs.index(stage))
         stage += 1
         if stage == NUM_BUFFERS:
@@ -67,33 +68,70 @@ def produce(
 
 
 @gluon.jit
-def load_gates(g2_at, g2_ptr, r_q_at, r_k_at, row, count, offs, HV: gl.constexpr):
-    """Log2 decays of a chunk of ``count`` tokens, the last of them, and inverse lengths."""
+def copy_rows(desc, smem, row, column, bar, K: gl.constexpr):
+    """Ask for a tile [C, K] that is part of a taller one: in pieces of 64 columns."""
+    for piece in gl.static_range(K // ROWS):
+        part = smem.slice(piece * ROWS, ROWS, 1)
+        tma.async_copy_global_to_shared(desc, [row, column + piece * ROWS], bar, part)
+
+
+@gluon.jit
+def load_gates(
+    g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row, count, offs,
+    HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, OUTPUT: gl.constexpr,
+):  # fmt: skip
+    """Log2 decays of a chunk of ``count`` tokens, the last of them, inverse lengths, P's scales."""
     on = offs < count
     g2 = offs.to(gl.float32) * 0.0
     g2_last = 0.0
     r_k = g2 + 1.0
     r_q = r_k
+    p_scale = r_k
+    # 32 bits are enough: P alone, 64 times as large, would fill more memory than there is
+    token = row + offs
     if g2_ptr is not None:
-        g2 = gl.load(g2_at, mask=on, other=0.0)
-        last = g2_ptr + (row + count - 1).to(gl.int64) * HV
-        g2_last = gl.load(last, mask=count > 0, other=0.0)
-    if r_k_at is not None:
-        r_k = gl.load(r_k_at, mask=on, other=0.0)
-        r_q = gl.load(r_q_at, mask=on, other=0.0)
-    return g2, g2_last, r_q, r_k
+        g2 = gl.load(g2_ptr + token * HV, mask=on, other=0.0)
+        g2_last = gl.load(g2_ptr + (row + count - 1) * HV, mask=count > 0, other=0.0)
+    if r_k_ptr is not None:
+        r_k = gl.load(r_k_ptr + token * HK, mask=on, other=0.0)
+    if OUTPUT:
+        p_scale = gl.load(p_scale_ptr + token * HV, mask=on, other=1.0)
+        if r_k_ptr is not None:
+            r_q = gl.load(r_q_ptr + token * HQ, mask=on, other=0.0)
+    return g2, g2_last, r_q, r_k, p_scale
 
 
 @gluon.jit
 def keep_gates(
-    past, to_end, read, g2, g2_last, r_q, r_k, scale, HALF: gl.constexpr, OUTPUT: gl.constexpr
+    factors, g2, g2_last, r_q, r_k, p_scale, scale, HALF: gl.constexpr, OUTPUT: gl.constexpr
 ):
-    """Put a chunk's factors of U, of Vd for the state, and of S Q into shared memory."""
+    """Put a chunk's factors into shared memory.
+
+    Of U; of Vd for the state; of S Q before P Vd is added to it; of the sum.
+    """
+    past, to_end, read, lift = factors
     decay = gl.exp2(g2)
     past.index(HALF).store(decay * r_k)
     to_end.index(HALF).store(gl.exp2(g2_last - g2) * r_k)
     if OUTPUT:
-        read.index(HALF).store(decay * r_q * scale)
+        inverse = 254 * (1 << 23) - p_scale.to(gl.int32, bitcast=True)  # of a power of two
+        read.index(HALF).store(decay * r_q * scale * inverse.to(gl.float32, bitcast=True))
+        lift.index(HALF).store(p_scale)
+
+
+@gluon.jit
+def scaled(vd, left_c: gl.constexpr):
+    """Vdᵀ in float16 as a left operand, its rows times powers of two; these and their inverses.
+
+    The largest of a row lands in [2¹³, 2¹⁴), or lower where it is less than 2⁻⁴⁷: S Q is multiplied
+    by the same power and must not overflow. Rows of zeros stay as they are.
+    """
+    bits = gl.max(gl.abs(vd), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
+    bits = gl.where(bits == 0, (127 + 13) * (1 << 23), gl.maximum(bits, (127 - 47) * (1 << 23)))
+    up = (254 * (1 << 23) - bits + 13 * (1 << 23)).to(gl.float32, bitcast=True)
+    down = (bits - 13 * (1 << 23)).to(gl.float32, bitcast=True)
+    up = gl.expand_dims(up, 1)
+    return gl.convert_layout(vd * up, left_c).to(gl.float16), up, gl.expand_dims(down, 1)
 
 
 @gluon.jit
@@ -107,6 +145,14 @@ def store_rows(o_ptr, o, row, count, stride_o_t, acc_c: gl.constexpr):
 
 
 @gluon.jit
+def halves(uo, acc_c: gl.constexpr):
+    """[64, 2 C] as two of [64, C], where they lie."""
+    uo = gl.permute(gl.reshape(uo, [ROWS, 2, C_TOKENS]), (0, 2, 1))
+    u, o = gl.split(uo)
+    return gl.convert_layout(u, acc_c), gl.convert_layout(o, acc_c)
+
+
+@gluon.jit
 def consume(
     work,
     HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
@@ -115,14 +161,14 @@ def consume(
 ):  # fmt: skip
     """One warpgroup: 64 value columns through all tokens of the program."""
     (
-        q_bufs, k_bufs, v_bufs, a_bufs, p_bufs, o_bufs, past, to_end, read, ready, free, o_desc,
-        q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, o_ptr, g2_ptr, r_q_ptr, r_k_ptr,
-        source_ptr, known, joined_ptr, segment, target_ptr, keep,
+        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, free, o_desc,
+        q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, o_ptr, g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr,
+        source_ptr, known, joined_ptr, split, target_ptr, keep,
         scale, live, row, tokens, head_q, head_k, head_v, column_v, first_row, values,
         stride_q_t, stride_k_t, stride_v_t, stride_o_t,
     ) = work  # fmt: skip
     C: gl.constexpr = C_TOKENS
-    dtype: gl.constexpr = k_bufs.dtype
+    dtype: gl.constexpr = kq_bufs.dtype
     acc_c: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16]
     )
@@ -134,6 +180,9 @@ def consume(
     by_token: gl.constexpr = gl.SliceLayout(0, acc_c)
     offs = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
     none = gl.zeros([ROWS, C], gl.float32, acc_c)
+    start = none
+    if OUTPUT:
+        start = gl.zeros([ROWS, 2 * C], gl.float32, acc_k)
     given = gl.expand_dims(gl.arange(0, C, by_token) < values * C, 0)
     column_v += HALF * ROWS
     first_row += HALF * ROWS
@@ -147,7 +196,7 @@ def consume(
             s = gl.load(source_ptr + at, mask=(at >= 0) & known, other=0.0).to(gl.float32)
             if joined_ptr is not None:
                 at = state_offsets(first_row, acc_k, ROWS, K, V + K, True)
-                s += gl.load(joined_ptr + at, mask=(at >= 0) & (segment > 0), other=0.0)
+                s += gl.load(joined_ptr + at, mask=(at >= 0) & split, other=0.0)
         else:  # a segment's effect: from zero, or from the identity
             rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, acc_k))
             columns = gl.arange(0, K, gl.SliceLayout(0, acc_k))
@@ -155,79 +204,63 @@ def consume(
             s = own.to(gl.float32) * (1 - values).to(gl.float32)
 
         chunks = tokens // C
-        g2_at = None
-        r_q_at = None
-        r_k_at = None
-        if g2_ptr is not None:
-            g2_at = g2_ptr + (row + offs).to(gl.int64) * HV
-        if r_k_ptr is not None:
-            r_q_at = r_q_ptr + (row + offs).to(gl.int64) * HQ
-            r_k_at = r_k_ptr + (row + offs).to(gl.int64) * HK
-        g2, g2_last, r_q, r_k = load_gates(
-            g2_at, g2_ptr, r_q_at, r_k_at, row, gl.minimum(tokens, C), offs, HV
-        )
-        keep_gates(past, to_end, read, g2, g2_last, r_q, r_k, scale, HALF, OUTPUT)
+        g2, g2_last, r_q, r_k, p_scale = load_gates(
+            g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row, gl.minimum(tokens, C), offs,
+            HQ, HK, HV, OUTPUT,
+        )  # fmt: skip
+        keep_gates(factors, g2, g2_last, r_q, r_k, p_scale, scale, HALF, OUTPUT)
         # from here on those of the next chunk: a load's latency is not to sit in the chain
-        if g2_ptr is not None:
-            g2_at += C * HV
-        if r_k_ptr is not None:
-            r_q_at += C * HQ
-            r_k_at += C * HK
-        g2, g2_next, r_q, r_k = load_gates(
-            g2_at, g2_ptr, r_q_at, r_k_at, row + C, gl.minimum(tokens - C, C), offs, HV
-        )
+        g2, g2_next, r_q, r_k, p_scale = load_gates(
+            g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row + C, gl.minimum(tokens - C, C), offs,
+            HQ, HK, HV, OUTPUT,
+        )  # fmt: skip
         first_left = gl.convert_layout(s, left_c).to(dtype)
         mbarrier.wait(ready.index(0), 0, pred=chunks > 0)
-        u = warpgroup_mma(first_left, k_bufs.index(0).permute((1, 0)), none, use_acc=False)
+        u = warpgroup_mma(first_left, kq_bufs.index(0).permute((1, 0)), start, use_acc=False)
         v = v_bufs.index(HALF).permute((1, 0)).load(acc_c).to(gl.float32)
         if not OUTPUT:
             v = gl.where(given, v, 0.0)
-        decay = past.index(HALF).load(by_token)
+        decay = factors[0].index(HALF).load(by_token)
         stage = 0
         phase = 0
         for chunk in range(chunks):
+            if OUTPUT:
+                u, o = halves(u, acc_c)
             w = v - u * gl.expand_dims(decay, 0)
             w_left = gl.convert_layout(w, left_c).to(dtype)
             a_smem = a_bufs.index(stage).permute((1, 0))
             vd = warpgroup_mma(w_left, a_smem, none, use_acc=False, is_async=True)
-            if OUTPUT:
-                # rounded again: carried from chunk to chunk, 16-bit pairs would be taken apart
-                s_left = gl.convert_layout(s, left_c).to(dtype)
-                q_smem = q_bufs.index(stage).permute((1, 0))
-                o = warpgroup_mma(s_left, q_smem, none, use_acc=False, is_async=True)
             s = s * gl.exp2(g2_last)
-            end = gl.expand_dims(to_end.index(HALF).load(by_token), 0)
+            end = gl.expand_dims(factors[1].index(HALF).load(by_token), 0)
             next_stage = stage + 1
             if next_stage == NUM_BUFFERS:
                 next_stage = 0
                 phase = phase ^ 1
-            if OUTPUT:
-                vd = warpgroup_mma_wait(1, deps=[vd])
-            else:
-                vd = warpgroup_mma_wait(0, deps=[vd])
+            vd = warpgroup_mma_wait(0, deps=[vd])
             vd_k = gl.convert_layout(vd * end, left_k).to(dtype)
-            s = warpgroup_mma(vd_k, k_bufs.index(stage), s, is_async=True)
+            k_smem = kq_bufs.index(stage).slice(0, C, 0)
+            s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
             if OUTPUT:
-                vd_left = gl.convert_layout(vd, left_c).to(dtype)
-                factor = gl.expand_dims(read.index(HALF).load(by_token), 0)
-                o = warpgroup_mma_wait(1, deps=[o])
-                o = o * factor
+                vd_left, up, down = scaled(vd, left_c)
+                o = o * gl.expand_dims(factors[2].index(HALF).load(by_token), 0) * up
                 p_smem = p_bufs.index(stage).permute((1, 0))
                 o = warpgroup_mma(vd_left, p_smem, o, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
+            # rounded anew in every chunk: carried along, 16-bit pairs would be taken apart
             next_left = gl.convert_layout(s, left_c).to(dtype)
             mbarrier.wait(ready.index(next_stage), phase, pred=chunk + 1 < chunks)
-            k_next = k_bufs.index(next_stage).permute((1, 0))
-            u = warpgroup_mma(next_left, k_next, none, use_acc=False, is_async=True)
+            next_keys = kq_bufs.index(next_stage).permute((1, 0))
+            u = warpgroup_mma(next_left, next_keys, start, use_acc=False, is_async=True)
             # while the tensor cores are at it: the output, the next chunk's gates and values
             if OUTPUT:
                 o = warpgroup_mma_wait(1, deps=[o])
+                o = o * gl.expand_dims(factors[3].index(HALF).load(by_token), 0) * down
                 tma.store_wait(0)
                 o_bufs.index(HALF).permute((1, 0)).store(o.to(dtype))
                 fence_async_shared()
-            keep_gates(past, to_end, read, g2, g2_next, r_q, r_k, scale, HALF, OUTPUT)
+            keep_gates(factors, g2, g2_next, r_q, r_k, p_scale, scale, HALF, OUTPUT)
             barrier()
             mbarrier.arrive(free.index(stage), count=1)
             if OUTPUT:
@@ -238,18 +271,14 @@ def consume(
             v = v.to(gl.float32)
             if not OUTPUT:
                 v = gl.where(given, v, 0.0)
-            decay = past.index(HALF).load(by_token)
+            decay = factors[0].index(HALF).load(by_token)
             stage = next_stage
             g2_last = g2_next
-            if g2_ptr is not None:
-                g2_at += C * HV
-            if r_k_ptr is not None:
-                r_q_at += C * HQ
-                r_k_at += C * HK
             ahead = (chunk + 2) * C
-            g2, g2_next, r_q, r_k = load_gates(
-                g2_at, g2_ptr, r_q_at, r_k_at, row + ahead, gl.minimum(tokens - ahead, C), offs, HV
-            )
+            g2, g2_next, r_q, r_k, p_scale = load_gates(
+                g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row + ahead,
+                gl.minimum(tokens - ahead, C), offs, HQ, HK, HV, OUTPUT,
+            )  # fmt: skip
             u = warpgroup_mma_wait(0, deps=[u])
         if OUTPUT:
             tma.store_wait(0)
@@ -258,22 +287,23 @@ def consume(
         if rest > 0:
             mbarrier.wait(free.index(stage), phase ^ 1)  # the other warpgroup's products too
             first = (row + chunks * C).to(gl.int64)
-            k_smem = k_bufs.index(stage)
+            kq_smem = kq_bufs.index(stage)
             a_smem = a_bufs.index(stage)
             v_smem = v_bufs.index(stage * HALVES + HALF)
-            fill(k_smem, k_ptr + first * stride_k_t + head_k * K, stride_k_t, rest, C, K)
+            k_at = k_ptr + first * stride_k_t + head_k * K
+            fill(kq_smem.slice(0, C, 0), k_at, stride_k_t, rest, C, K)
             fill(v_smem, v_ptr + first * stride_v_t + column_v, stride_v_t, rest, C, ROWS)
             fill(a_smem, a_ptr + first * (HV * C) + head_v * C, HV * C, rest, C, C)
             if OUTPUT:
-                q_smem = q_bufs.index(stage)
                 p_smem = p_bufs.index(stage)
-                fill(q_smem, q_ptr + first * stride_q_t + head_q * K, stride_q_t, rest, C, K)
+                q_at = q_ptr + first * stride_q_t + head_q * K
+                fill(kq_smem.slice(C, C, 0), q_at, stride_q_t, rest, C, K)
                 fill(p_smem, p_ptr + first * (HV * C) + head_v * C, HV * C, rest, C, C)
             fence_async_shared()
             barrier()
             s, o = last_chunk(
-                s, q_bufs.index(stage), k_smem, v_smem, a_smem, p_bufs.index(stage),
-                past, to_end, read, g2_last, acc_c, left_c, left_k, HALF, OUTPUT,
+                s, kq_smem, v_smem, a_smem, p_bufs.index(stage), factors, g2_last, start,
+                acc_c, left_c, left_k, HALF, OUTPUT,
             )  # fmt: skip
             if OUTPUT:
                 store_rows(o_ptr + column_v, o.to(dtype), first, rest, stride_o_t, acc_c)
@@ -291,28 +321,30 @@ def consume(
 
 @gluon.jit
 def last_chunk(
-    s, q_smem, k_smem, v_smem, a_smem, p_smem, past, to_end, read, g2_last,
+    s, kq_smem, v_smem, a_smem, p_smem, factors, g2_last, start,
     acc_c: gl.constexpr, left_c: gl.constexpr, left_k: gl.constexpr,
     HALF: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """One chunk by itself: the state behind it and Oᵀ [64, C]."""
     C: gl.constexpr = C_TOKENS
-    dtype: gl.constexpr = k_smem.dtype
+    dtype: gl.constexpr = kq_smem.dtype
     by_token: gl.constexpr = gl.SliceLayout(0, acc_c)
     none = gl.zeros([ROWS, C], gl.float32, acc_c)
     s_left = gl.convert_layout(s, left_c).to(dtype)
-    u = warpgroup_mma(s_left, k_smem.permute((1, 0)), none, use_acc=False)
-    v = v_smem.permute((1, 0)).load(acc_c).to(gl.float32)
-    w = v - u * gl.expand_dims(past.index(HALF).load(by_token), 0)
-    w_left = gl.convert_layout(w, left_c).to(dtype)
-    vd = warpgroup_mma(w_left, a_smem.permute((1, 0)), none, use_acc=False)
+    u = warpgroup_mma(s_left, kq_smem.permute((1, 0)), start, use_acc=False)
     o = none
     if OUTPUT:
-        o = warpgroup_mma(s_left, q_smem.permute((1, 0)), none, use_acc=False)
-        o = o * gl.expand_dims(read.index(HALF).load(by_token), 0)
-        vd_left = gl.convert_layout(vd, left_c).to(dtype)
+        u, o = halves(u, acc_c)
+    v = v_smem.permute((1, 0)).load(acc_c).to(gl.float32)
+    w = v - u * gl.expand_dims(factors[0].index(HALF).load(by_token), 0)
+    w_left = gl.convert_layout(w, left_c).to(dtype)
+    vd = warpgroup_mma(w_left, a_smem.permute((1, 0)), none, use_acc=False)
+    if OUTPUT:
+        vd_left, up, down = scaled(vd, left_c)
+        o = o * gl.expand_dims(factors[2].index(HALF).load(by_token), 0) * up
         o = warpgroup_mma(vd_left, p_smem.permute((1, 0)), o)
-    end = gl.expand_dims(to_end.index(HALF).load(by_token), 0)
+        o = o * gl.expand_dims(factors[3].index(HALF).load(by_token), 0) * down
+    end = gl.expand_dims(factors[1].index(HALF).load(by_token), 0)
     vd_k = gl.convert_layout(vd * end, left_k).to(dtype)
-    s = warpgroup_mma(vd_k, k_smem, s * gl.exp2(g2_last))
+    s = warpgroup_mma(vd_k, kq_smem.slice(0, C, 0), s * gl.exp2(g2_last))
     return s, o

@@ -6,6 +6,9 @@ In Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on a CPU, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -53,6 +56,13 @@ def unavailable() -> str | None:
     return None
 
 
+def compiling(calls: Iterable[Callable[[], Any]]) -> AbstractContextManager[None]:
+    """Compile what these calls need on all cores, and launch nothing of them."""
+    from sluice.backends.triton import launch
+
+    return launch.compiling(calls)
+
+
 def refuse(problem: Problem) -> str | None:
     """float64, head widths beyond 256, and on a CPU all that the interpreter cannot do."""
     dtypes = [problem.dtype, getattr(problem, "state_dtype", None)]
@@ -61,9 +71,6 @@ def refuse(problem: Problem) -> str | None:
         return "arithmetic is float32, got float64"
     if problem.device.type == "cpu" and torch.bfloat16 in dtypes:
         return "Triton's interpreter truncates float32 to bfloat16: use float16 or float32"
-    per_key = problem.op == "prefill" and getattr(problem, "decay", "") == "key"
-    if per_key and problem.device.type == "cuda":
-        return "the kernel for per-key decay has run in Triton's interpreter only, not on a GPU"
     for name in ("K", "V"):
         width = getattr(problem, name, 0)
         if width > MAX_HEAD_DIM and problem.op != "rms_norm_gated":

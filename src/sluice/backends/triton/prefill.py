@@ -1,7 +1,7 @@
 """Chunked prefill: plan, workspace, and the launches of prefill_chunks.py and prefill_state.py.
 
-Workspace, for v of size 1 (16-bit inputs, V = 128): Ag 0.5 and P 0.5 per output head, decays and
-inverse lengths 0.03, and where sequences are split 131 kB a segment and value head.
+Workspace, for v of size 1 (16-bit inputs, V = 128): Ag 0.5 and P 0.5 per output head, decays,
+scales and inverse lengths 0.05, and where sequences are split 131 kB a segment and value head.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sluice.contract.tensors import DeltaTensors
 CHUNK = 64
 WHOLE = 1 << 30  # tokens: a segment that no sequence outgrows
 JOIN_BLOCK_V = 16
+STAGES = 3 if torch.version.hip is None else 1  # tiles ahead: 64 kB is all an AMD GPU has
 EXACT = "tf32x3" if torch.version.hip is None else "ieee"  # as good as float32 products
 
 
@@ -55,14 +56,14 @@ def plan(p: DeltaProblem, processors: int) -> Plan:
     wide = min(64, max(16, triton.next_power_of_2(p.V)))
     narrow = min(32, wide)
     if p.batch_invariant:
-        return Plan(0, wide, 4, 3)
+        return Plan(0, wide, 4, STAGES)
     programs = p.N * p.HV * triton.cdiv(p.V, narrow)
     if programs > processors:
-        return Plan(0, wide, 4, 3)
+        return Plan(0, wide, 4, STAGES)
     longest = p.T if not p.varlen else p.T // max(p.N, 1)
     if 4 * programs <= processors and longest >= 8192:
-        return Plan(max(1024, triton.next_power_of_2(longest // 16)), wide, 4, 2)
-    return Plan(0, narrow, 4, 3)
+        return Plan(max(1024, triton.next_power_of_2(longest // 16)), wide, 4, min(STAGES, 2))
+    return Plan(0, narrow, 4, STAGES)
 
 
 @functools.cache
@@ -136,19 +137,21 @@ class Parts(NamedTuple):
     """What the parallel half leaves for the serial one: tensors over B * T tokens."""
 
     a: Tensor | None  # [.., HV, C]: Ag; None without beta
-    p: Tensor  # [.., HO, C]: P
+    p: Tensor  # [.., HO, C]: P, over p_scale; float16, or float32 as the inputs
+    p_scale: Tensor | None  # [.., HO] float32: powers of two; None with float32 inputs
     g2: Tensor | None  # [.., HV] float32; None without g
     r_q: Tensor | None  # [.., HQ] float32; None without norm
     r_k: Tensor | None  # [.., HK] float32
 
 
-def chunk_parts(p: DeltaProblem, t: DeltaTensors, p_scale: float = 1.0) -> Parts:
-    """The parallel half: run prefill_chunks.py's kernels over all chunks; P is times p_scale."""
+def chunk_parts(p: DeltaProblem, t: DeltaTensors, scale: float = 1.0) -> Parts:
+    """The parallel half: run prefill_chunks.py's kernels over all chunks; P is times ``scale``."""
     tokens, exact = p.B * p.T, p.dtype == torch.float32
     BLOCK_K = max(16, triton.next_power_of_2(p.K))
     empty = functools.partial(torch.empty, device=p.device)
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype) if p.delta else None
-    products = empty(tokens, p.HO, CHUNK, dtype=p.dtype)
+    products = empty(tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16)
+    p_scale = None if exact else empty(tokens, p.HO, dtype=torch.float32)
     g2 = None if t.g is None else empty(tokens, p.HV, dtype=torch.float32)
     r_q = empty(tokens, p.HQ, dtype=torch.float32) if p.normalize_qk else None
     r_k = empty(tokens, p.HK, dtype=torch.float32) if p.normalize_qk else None
@@ -167,11 +170,12 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors, p_scale: float = 1.0) -> Parts
         A_log_ptr=dense(t.A_log),
         dt_bias_ptr=dense(t.dt_bias),
         p_ptr=products,
+        p_scale_ptr=p_scale,
         g2_ptr=g2,
         r_q_ptr=r_q,
         r_k_ptr=r_k,
         o_ptr=t.out,
-        p_scale=p_scale,
+        scale=scale,
         **sizes,
         **strides(t.q, "q", "bth"),
         **strides(t.k, "k", "bth"),
@@ -204,12 +208,12 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors, p_scale: float = 1.0) -> Parts
             PRECISION=precision,
             RAW_BETA=p.raw_gates,
         )
-    return Parts(a, products, g2, r_q, r_k)
+    return Parts(a, products, p_scale, g2, r_q, r_k)
 
 
 def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
     """Serve ``prefill`` by a given plan."""
-    a, products, g2, r_q, r_k = chunk_parts(p, t)
+    a, products, p_scale, g2, r_q, r_k = chunk_parts(p, t)
     BLOCK_K = max(16, triton.next_power_of_2(p.K))
     rows, sizes = t.rows, {"cu_seqlens_ptr": dense(t.rows.cu_seqlens), "N": p.N, "T": p.T}
     exact = p.dtype == torch.float32
@@ -266,6 +270,7 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
         **common,
         q_ptr=t.q,
         p_ptr=products,
+        p_scale_ptr=p_scale,
         r_q_ptr=r_q,
         joined_ptr=joined,
         o_ptr=t.out,

@@ -9,6 +9,10 @@ For a chunk of C = 64 tokens of one value head, docs/kernels/chunked.md:
 with gc the cumulative log decay in the chunk. Keys and queries are read as they are; with
 ``normalize_qk`` their inverse lengths are kept (one number a token) and multiplied in where needed.
 
+P is kept in float16, whatever 16-bit type the inputs have, and a power of two a token: where keys
+repeat, O is a sum of terms that nearly cancel, and bfloat16 would lose two bits of it
+(docs/numerics.md). For float32 inputs it stays float32.
+
 For P one program owns one chunk of one key head and makes Q Kᵀ once for its value heads; for Ag one
 chunk of one value head: K Kᵀ made again costs less than registers to keep it in (H200: 56 against
 88 µs for 8192 tokens and 16/32 heads). The
@@ -122,6 +126,19 @@ def products(
     return p
 
 
+@triton.jit
+def powers(largest, LEAST: tl.constexpr):
+    """Powers of two that bring the largest numbers to [2¹³, 2¹⁴), as float16 likes them; inverses.
+
+    Nothing below 2^(LEAST - 127) is brought up further: the powers, and what else is multiplied by
+    them, must stay in float32's range. 1 for zeros.
+    """
+    bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.where(bits == 0, 140 * (1 << 23), tl.maximum(bits, LEAST * (1 << 23)))
+    up = (254 * (1 << 23) - bits + 13 * (1 << 23)).to(tl.float32, bitcast=True)
+    return up, (bits - 13 * (1 << 23)).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def prefill_products_kernel(
     q_ptr,  # [B, T, HQ, K]
@@ -129,13 +146,14 @@ def prefill_products_kernel(
     g_ptr,  # [B, T, HV]; None: no decay
     A_log_ptr,  # [HV]; None: g is no raw gate
     dt_bias_ptr,  # [HV]; None: 0
-    p_ptr,  # [B * T, HO, C]: P
+    p_ptr,  # [B * T, HO, C]: P, over p_scale
+    p_scale_ptr,  # [B * T, HO] float32: powers of two; None: ones
     g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
     r_q_ptr,  # [B * T, HQ] float32: inverse lengths; None without norm
     r_k_ptr,  # [B * T, HK] float32
     o_ptr,  # [B, T, HO, V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
-    p_scale,  # of P
+    scale,  # of P
     N,
     T,
     stride_q_b,
@@ -199,7 +217,12 @@ def prefill_products_kernel(
             )  # fmt: skip
             tl.store(g2_ptr + token * HV + head_v, g2, mask=rows)
             p = p * tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0))
-        p = tl.where(lower, p * p_scale, 0.0).to(p_ptr.dtype.element_ty)
+        p = tl.where(lower, p * scale, 0.0)
+        if p_scale_ptr is not None:
+            up, down = powers(tl.max(tl.abs(p), axis=1), 14)
+            tl.store(p_scale_ptr + token * HO + head_o, down, mask=rows)
+            p = p * up[:, None]
+        p = p.to(p_ptr.dtype.element_ty)
         at = p_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
         tl.store(at, p, mask=rows[:, None])
 

@@ -150,7 +150,7 @@ def prefill_key_kernel(
     head_v = (pid // BLOCKS) % HV
     unit = (pid // (BLOCKS * HV)).to(tl.int64)
     head_k = head_v // (HV // HK)
-    seq, batch, start, _, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
+    seq, batch, start, _segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     o_ptr += batch * stride_o_b
     if seq >= N:  # tokens behind the last sequence
         if pid_v == 0:
@@ -225,7 +225,7 @@ def prefill_key_kernel(
             d = exact_dot(-k * tl.exp2(gamma), S, d)
             d = exact_dot(X, d * beta[:, None], none)
         else:
-            R, _ = decayed_products(q, None, k, gamma)
+            R = decayed_products(q, None, k, gamma)[0]
         for reader in tl.static_range(READERS):
             head_o = head_v * READERS + reader
             if reader > 0:
@@ -233,7 +233,7 @@ def prefill_key_kernel(
                 q = load_queries(
                     q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORM
                 )
-                R, _ = decayed_products(q, None, k, gamma)
+                R = decayed_products(q, None, k, gamma)[0]
             R = tl.where(offs_c[:, None] >= offs_c[None, :], R, 0.0)
             o = exact_dot(q * tl.exp2(gamma), S, none)
             o = exact_dot(R, d, o) * scale

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.prefill_chunks import unit_span
+from sluice.backends.triton.prefill_chunks import powers, unit_span
 from sluice.backends.triton.tiles import begin
 
 
@@ -110,11 +110,13 @@ def prefill_state_kernel(
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
     a_ptr,  # [B * T, HV, C]; None without beta
-    p_ptr,  # [B * T, HO, C]
+    p_ptr,  # [B * T, HO, C]: P, over p_scale
+    p_scale_ptr,  # [B * T, HO] float32; None: ones
     g2_ptr,  # [B * T, HV]; None without g
     r_q_ptr,  # [B * T, HQ]; None without norm
     r_k_ptr,  # [B * T, HK]; None without norm
-    joined_ptr,  # [segments, HV, K, V + K] float32: states segments start from; None: one segment
+    joined_ptr,  # [segments, HV, K, V + K] float32: states behind segments, and in a sequence's
+    #              last one the state before the first; None: one segment
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     o_ptr,  # [B, T, HO, V]
     slots_ptr,  # [N]
@@ -203,10 +205,13 @@ def prefill_state_kernel(
     if joined_ptr is None:
         S = tl.load(own, mask=tile & known, other=0.0).to(tl.float32)
     else:
-        joined_ptr += ((unit - 1) * HV + head_v) * (K * (V + K))
+        # not from the pool: the program that ends the sequence writes it while others still begin
+        split = end - start > segment_size
+        before = tl.where(segment > 0, unit - 1, unit + (end - start - 1) // segment_size)
+        joined_ptr += (before * HV + head_v) * (K * (V + K))
         joined = offs_k[:, None] * (V + K) + offs_v[None, :]
-        S = tl.load(joined_ptr + joined, mask=tile & (segment > 0), other=0.0)
-        S += tl.load(own, mask=tile & known & (segment == 0), other=0.0).to(tl.float32)
+        S = tl.load(joined_ptr + joined, mask=tile & split, other=0.0)
+        S += tl.load(own, mask=tile & known & (split == 0), other=0.0).to(tl.float32)
     if checkpoint_positions_ptr is not None and segment == 0:
         for j in range(M):
             if tl.load(checkpoint_positions_ptr + seq * M + j) == 0:
@@ -223,6 +228,8 @@ def prefill_state_kernel(
     if a_ptr is not None:
         a_ptr += (token * HV + head_v) * C
     p_ptr += token * HO * C
+    if p_scale_ptr is not None:
+        p_scale_ptr += token * HO
     g2, g2_last, r_k = load_gates(g2_ptr, r_k_ptr, first, first, end, offs_c, HV, HK)
     for t in tl.range(first, stop, C, num_stages=STAGES):
         # one chunk ahead: a global load's latency is not to sit in the chain
@@ -248,8 +255,19 @@ def prefill_state_kernel(
             factor = tl.exp2(g2)
             if r_q_ptr is not None:
                 factor *= tl.load(r_q_ptr + (t + offs_c) * HQ + head_q, mask=t + offs_c < end)
-            o = tl.dot(q, S_low, input_precision=PRECISION) * factor[:, None]
-            o = tl.dot(p, vd.to(p.dtype), acc=o, input_precision=PRECISION) * scale
+            if p_scale_ptr is None:
+                o = tl.dot(q, S_low, input_precision=PRECISION) * factor[:, None]
+                o = tl.dot(p, vd, acc=o, input_precision=PRECISION) * scale
+            else:
+                # both products are summed at the scale of P and Vd: powers of two lose no bit
+                at = p_scale_ptr + (t + offs_c) * HO + head_o
+                lift = tl.load(at, mask=t + offs_c < end, other=1.0)
+                inverse = 254 * (1 << 23) - lift.to(tl.int32, bitcast=True)
+                factor *= inverse.to(tl.float32, bitcast=True)
+                up, down = powers(tl.max(tl.abs(vd), axis=0), 80)
+                o = tl.dot(q, S_low, input_precision=PRECISION) * factor[:, None] * up[None, :]
+                o = tl.dot(p, (vd * up[None, :]).to(tl.float16), acc=o)
+                o = o * (lift * scale)[:, None] * down[None, :]
             at = o_ptr + (t + offs_c)[:, None] * stride_o_t + head_o * stride_o_h + offs_v[None, :]
             tl.store(at, o.to(o_ptr.dtype.element_ty), mask=rows & (offs_v < V)[None, :])
         if checkpoint_slots_ptr is not None:
@@ -364,7 +382,8 @@ def prefill_segments_kernel(
 
 @triton.jit(do_not_specialize=["N", "T", "pad_slot", "segment_size"])
 def prefill_join_kernel(
-    joined_ptr,  # [segments, HV, K, V + K] float32: S_zero | M in, the state behind it | M out
+    joined_ptr,  # [segments, HV, K, V + K] float32: S_zero | M in, the state behind it | M out;
+    #              in a sequence's last one the state before the first
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V]
     slots_ptr,  # [N]
     has_state_ptr,  # [N]
@@ -411,6 +430,10 @@ def prefill_join_kernel(
     at = state_ptr + slot * stride_state_p + head_v * (V * K)
     at += state_offsets(offs_k, offs_v, K, V, STATE_KV)
     S = tl.load(at, mask=tile & known, other=0.0).to(tl.float32)
+    # the last segment has no row of its own to keep: there stands what the first one starts from
+    row = (unit + (length - 1) // segment_size) * HV + head_v
+    first = joined_ptr + row * (K * (V + K)) + offs_k[:, None] * (V + K)
+    tl.store(first + offs_v[None, :], S, mask=tile)
     square = (offs_k < K)[:, None] & (offs_k < K)[None, :]
     for _ in range((length - 1) // segment_size):
         base = joined_ptr + (unit * HV + head_v) * (K * (V + K)) + offs_k[:, None] * (V + K)
