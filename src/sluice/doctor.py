@@ -157,6 +157,7 @@ def _machine() -> Iterator[str]:
         yield "  no CUDA device"
     for package in PACKAGES:
         version = importlib.metadata.version(package) if _installed(package) else "not installed"
+        version = torch.__version__ if package == "torch" else version  # names the build, too
         yield f"  {package} {version}"
 
 

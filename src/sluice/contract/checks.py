@@ -365,7 +365,7 @@ def _conv_fields(need: Need, t: ConvTensors | ConvQkvTensors, o: ConvOptions) ->
     if t.state is not None:
         L, P = shared.conv_state(need, "state", t.state, D, W - 1, N, t.rows), t.state.shape[0]
     else:
-        for x, name in zip(t.rows[:3], Rows._fields, strict=False):
+        for x, name in zip(t.rows[:3], Rows._fields[:3], strict=True):
             need(x is None, name, "state beside it", "state=None")
         need(t.checkpoint_slots is None, "checkpoints", "state beside them", "state=None")
         need(not o.freeze, "freeze", "state beside it", "state=None")

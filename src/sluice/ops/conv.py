@@ -229,7 +229,7 @@ def _buffers(
             raise ContractError("conv_qkv", names[0], expected, f"shape {list(made.shape)}")
     HK, HV, K, V = heads
     views = []
-    for name, y, size in zip("qkv", out, ((HK, K), (HK, K), (HV, V)), strict=False):
+    for name, y, size in zip("qkv", out[:3], ((HK, K), (HK, K), (HV, V)), strict=True):
         view = tokens(tensor("conv_qkv", y, f"out.{name}"), f"out.{name}", 4)
         if view.shape[2:] != size:
             expected = f"{size[0]} heads of {size[1]}"

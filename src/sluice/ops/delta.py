@@ -364,6 +364,6 @@ class _Call:
 
 
 def _no_rows(op: str, rows: Rows) -> None:
-    for x, name in zip(rows[:3], Rows._fields, strict=False):
+    for x, name in zip(rows[:3], Rows._fields[:3], strict=True):
         if x is not None:
             raise ContractError(op, name, "state beside it", "state=None")
