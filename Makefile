@@ -49,10 +49,13 @@ test-gpu:  ## the contract in every dtype and what is promised on a GPU, on this
 	  --deselect tests/gpu/test_cross_compile.py $(PYTEST_ARGS)
 
 sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
-	for tool in memcheck racecheck synccheck initcheck; do \
+	for tool in memcheck synccheck initcheck; do \
 	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
 	    --error-exitcode 1 --print-limit 5 $(PYTHON) -m tests.gpu.every_kernel || exit 1; \
 	done
+	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck \
+	  --racecheck-report hazard --print-limit 10000 $(PYTHON) -m tests.gpu.every_kernel \
+	  | $(PYTHON) -m tests.gpu.races
 
 lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

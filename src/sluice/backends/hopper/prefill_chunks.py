@@ -210,7 +210,7 @@ def store_squares(
                 gl.store(p_ptr + to, p.to(gl.float16), mask=on)
 
 
-@gluon.jit(do_not_specialize=["N", "T"])
+@gluon.jit(do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b"])
 def hopper_chunks_kernel(
     q_desc,  # [B * T, HK * K], block [C, K]
     k_desc,  # [B * T, HK * K], block [C, K]

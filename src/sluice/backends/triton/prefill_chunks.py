@@ -139,7 +139,7 @@ def powers(largest, LEAST: tl.constexpr):
     return up, (bits - 13 * (1 << 23)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "stride_g_b"])
 def prefill_products_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
@@ -344,7 +344,7 @@ def load_keys(
     return k, r
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "stride_beta_b"])
 def prefill_inverse_kernel(
     k_ptr,  # [B, T, HK, K]
     beta_ptr,  # [B, T, HV]

@@ -86,7 +86,7 @@ def invert(M):
     return X
 
 
-@triton.jit(do_not_specialize=["N", "T", "M", "every", "pad_slot"])
+@triton.jit(do_not_specialize=["N", "T", "M", "every", "pad_slot", "stride_g_b", "stride_beta_b"])
 def prefill_key_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]

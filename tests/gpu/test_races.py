@@ -1,0 +1,42 @@
+"""How racecheck's report is read: Triton's hand-over is told from a fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.gpu import races
+
+KERNEL = "src/sluice/backends/hopper/prefill_state.py"
+
+
+def report(*sides: tuple[int, int]) -> str:
+    parts = [
+        f"""========= Error: Potential RAW hazard detected at __shared__ 0x2c808 in block (3,0,0) :
+=========     Write Thread (31,0,0) at hopper_state_kernel+0x12a0 in prefill_state.py:{write}
+=========     Read Thread (192,0,0) at hopper_state_kernel+0x120 in prefill_state.py:{read}
+=========     Current Value : 1
+"""
+        for write, read in sides
+    ]
+    n = len(sides)
+    total = f"========= RACECHECK SUMMARY: {n} hazards displayed ({n} errors, 0 warnings)"
+    return "".join(parts) + total
+
+
+def lines_of(text: str) -> list[int]:
+    lines = (races.ROOT / KERNEL).read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if line.strip().startswith(text)]
+
+
+def test_the_hand_over_is_told_from_a_fault():
+    first, dispatch = lines_of("@gluon.jit")[0], lines_of("gl.warp_specialize(")[0] - 1
+    store = lines_of("mbarrier.init")[0]
+    handed, faults = races.judge(report((first, first), (dispatch, first), (store, first)))
+    assert handed == 2
+    assert len(faults) == 1
+    assert f"prefill_state.py:{store}" in faults[0]
+
+
+def test_a_file_of_nobody_is_a_fault():
+    assert not races.dispatching("elsewhere.py", 1)
+    assert Path(races.ROOT, KERNEL).is_file()
