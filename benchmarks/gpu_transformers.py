@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 STARTED = time.perf_counter()
 Run = Callable[[int], Any]
+Rows = dict[str, dict[str, float]]
 
 
 def arguments() -> argparse.Namespace:
@@ -317,22 +318,26 @@ def graph_of_layers(model: nn.Module, cache: Any, token: Tensor, args: argparse.
 # ------------------------------------------------------------------------------------------- table
 
 
-def measure(
-    model: nn.Module, args: argparse.Namespace, name: str, until: float
-) -> dict[str, dict[str, float]]:
-    """All rows of one model, as long as there is time."""
-    clock, rows = Clock(args.device), {}
+def measure(model: nn.Module, args: argparse.Namespace) -> tuple[Rows, Rows]:
+    """Each row of stock and of the accelerated model, as long as there is time."""
+    import sluice
+
+    clock, stock, ours = Clock(args.device), {}, {}
     todo = [(f"decode B={B}", lambda B=B: decode(model, args, clock, B)) for B in args.batches]
     todo.insert(0, (f"prefill T={args.tokens}", lambda: prefill(model, args, clock)))
     for title, row in todo:
-        if time.perf_counter() - STARTED > until:
-            print(f"{name}: no time for {title}")
+        if time.perf_counter() - STARTED > args.time_limit:
+            print(f"no time for {title}")
             continue
-        rows[title] = row()
-    return rows
+        sluice.accelerate(model)
+        ours[title] = row()
+        sluice.restore(model)
+        stock[title] = row()
+        print(f"{title}: after {time.perf_counter() - STARTED:.0f} s", flush=True)
+    return stock, ours
 
 
-def show(stock: dict[str, dict[str, float]], ours: dict[str, dict[str, float]]) -> None:
+def show(stock: Rows, ours: Rows) -> None:
     names = {"model": "whole model", "layers": "gated delta layers", "core": "core"}
     names["graph"] = "layers, graph"
     print(f"\n{'ms':18}" + "".join(f"{title:>30}" for title in names.values()))
@@ -368,13 +373,13 @@ def main() -> None:
 
     for_peers()
     model = build(args)
-    print(described(args))
+    print(described(args), flush=True)
     stock_answers = answers(model, args, None)
     sluice.accelerate(model)
     agree(stock_answers, answers(model, args, stock_answers["tokens"]), args.dtype)
-    ours = measure(model, args, "accelerated", 0.55 * args.time_limit)
     sluice.restore(model)
-    stock = measure(model, args, "stock", args.time_limit)
+    print(f"checked after {time.perf_counter() - STARTED:.0f} s", flush=True)
+    stock, ours = measure(model, args)
     show(stock, ours)
     print(f"{time.perf_counter() - STARTED:.0f} s in all")
     if args.json:
