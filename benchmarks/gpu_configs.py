@@ -24,7 +24,7 @@ import triton.language as tl
 
 import sluice
 from sluice.backends.triton import configs
-from sluice.backends.triton.configs import ANY, STREAM, Config, Row
+from sluice.backends.triton.configs import ANY, KEEP, STREAM, Config, Row
 from sluice.backends.triton.tiles import begin
 
 COLD = 5 * 60 * 2**20
@@ -174,17 +174,21 @@ def decode_rows(op: str, sizes: tuple[int, ...], T: int) -> Iterator[str]:
             FP32: ((2, 32, 32), (2, 64, 32)),
             BF16: ((2, 64, 32), (1, 16, 64), (1, 32, 64), (2, 64, 64), (1, 32, 128)),
         }
+    hints = [("", "")]
+    if T == 1:
+        hints += [(STREAM, STREAM), (KEEP, ""), (KEEP, STREAM)]
     for state in (FP32, BF16):
         found: list[Config | None] = [None]
         for warps, rows, keys in pieces[state]:
-            for evict in ("", STREAM) if T == 1 else ("",):
-                found.append(Config(num_warps=warps, BLOCK_V=rows, C=keys, EVICT=evict))
+            config = Config(num_warps=warps, BLOCK_V=rows, C=keys)
+            found += [config._replace(LOAD=load, STORE=store) for load, store in hints]
         for config in found:
             with contextlib.ExitStack() as stack:
                 if config is not None:
                     key = "vk", state.itemsize
                     stack.enter_context(replaced(configs.DECODE, key, (Row(ANY, config),)))
                     stack.enter_context(replaced(configs.DRAFT, key, config))
+                    stack.enter_context(replaced(configs, "COMMIT", {}))
                 times = {N: time_layer(op, N, state, T) for N in sizes}
             rates = (
                 f"{N}: {t:.2f} ({state_bytes(N, state) / t / 1e6:.2f})" for N, t in times.items()
@@ -201,15 +205,11 @@ def step_rows(sizes: tuple[int, ...]) -> Iterator[str]:
             for w, m in ((4, None), (8, None), (8, 128))
         ]
         for config in choices:
-            for spread in (configs.STEP_SPREAD,) if config is None else (0, 2**30):
-                chosen = config or configs.STEP[state.itemsize]
-                with (
-                    replaced(configs.STEP, state.itemsize, chosen),
-                    replaced(configs, "STEP_SPREAD", spread),
-                ):
-                    times = {N: time_layer("step", N, state) for N in sizes}
-                text = "  ".join(f"{N}: {t:.2f}" for N, t in times.items())
-                yield f"step {SHORT[state]} {brief(config)} spread={spread:<10} {text}"
+            chosen = config or configs.STEP[state.itemsize]
+            with replaced(configs.STEP, state.itemsize, chosen):
+                times = {N: time_layer("step", N, state) for N in sizes}
+            text = "  ".join(f"{N}: {t:.2f}" for N, t in times.items())
+            yield f"step {SHORT[state]} {brief(config)} {text}"
 
 
 def conv_inputs(T: int, sets: int) -> list[dict[str, Any]]:
@@ -250,9 +250,8 @@ def conv_rows(sizes: tuple[int, ...]) -> Iterator[str]:
     cuts = ((4, 16), (4, 32), (8, 32), (4, 64), (8, 64), (8, 128))
     choices: list[Config | None] = [None]
     for fused in (False, True):
-        choices += [
-            Config(num_warps=1, BLOCK_T=t, CHUNK=chunk, fp_fusion=fused) for t, chunk in cuts
-        ]
+        now = configs.CONV_QKV[-1].config
+        choices += [now._replace(BLOCK_T=t, CHUNK=chunk, fp_fusion=fused) for t, chunk in cuts]
     for config in choices:
         rows = configs.CONV_QKV if config is None else (Row(ANY, config),)
         with replaced(configs, "CONV_QKV", rows):

@@ -1,0 +1,82 @@
+"""Seconds until an operator's first result on a GPU whose compiler has kept nothing.
+
+    PYTHONPATH=src python benchmarks/gpu_first_call.py [--model Qwen3.5-35B-A3B] [--tp 1]
+
+Each operator in a process of its own with an empty cache, ``--jobs`` of them at a time: the import,
+the first call (compiling included), the second. What is called is the first form that ``sluice
+warmup`` knows of the operator, and for prefill a long prompt as well.
+"""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+
+def once(model: str, tp: int, name: str, cache: str) -> None:
+    """In the process of its own."""
+    begin = time.perf_counter()
+    import importlib
+
+    import torch
+    import triton
+
+    import sluice
+
+    triton.knobs.cache.dir = cache
+    forms = importlib.import_module("sluice.warmup").forms
+    torch.zeros(1, device="cuda")
+    imported = time.perf_counter()
+    what = (model, tp, torch.device("cuda"), torch.bfloat16, torch.float32, "vk")
+    form = next(form for form in forms(*what) if name in form.name)
+    operator, (arguments, options) = getattr(sluice, form.op), form.make()
+    times = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        operator(*arguments, **options)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    print(f"{name:24} {imported - begin:8.2f} {times[0]:8.2f} {times[1]:10.5f}", flush=True)
+
+
+OPERATORS = (
+    "decode 1 x 1", "step 1 x 1", "verify 8 x 4", "commit 8 x 4", "causal_conv1d packed",
+    "conv_qkv packed", "rms_norm_gated", "prefill packed 1 x 130", "prefill packed 1 x 16384",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="Qwen3.5-35B-A3B")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", nargs=2, help="one operator, in this process, and its cache")
+    args = parser.parse_args()
+    if args.only:
+        once(args.model, args.tp, *args.only)
+        return
+    import torch
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.model}, TP {args.tp}")
+    print(
+        f"{args.jobs} at a time\n{'seconds':24} {'import':>8} {'first':>8} {'second':>10}",
+        flush=True,
+    )
+    command = [sys.executable, __file__, "--model", args.model, "--tp", str(args.tp), "--only"]
+
+    def run(name: str) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            subprocess.run([*command, name, cache], check=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run, OPERATORS))
+
+
+if __name__ == "__main__":
+    main()
