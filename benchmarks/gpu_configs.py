@@ -186,8 +186,8 @@ def decode_rows(op: str, sizes: tuple[int, ...], T: int) -> Iterator[str]:
             with contextlib.ExitStack() as stack:
                 if config is not None:
                     key = "vk", state.itemsize
-                    stack.enter_context(replaced(configs.DECODE, key, (Row(ANY, config),)))
-                    stack.enter_context(replaced(configs.DRAFT, key, config))
+                    for table in (configs.DECODE, configs.DRAFT):
+                        stack.enter_context(replaced(table, key, (Row(ANY, config),)))
                     stack.enter_context(replaced(configs, "COMMIT", {}))
                 times = {N: time_layer(op, N, state, T) for N in sizes}
             rates = (

@@ -58,7 +58,7 @@ class Model:
         _, draft = sluice.verify(**self.delta(T), conv_inputs=x, conv_state=self.window)
         return sluice.commit(draft, torch.full_like(self.slots, T))
 
-    def step(self, T: int = 1, order: str = "split", spread: bool = True) -> Any:
+    def step(self, T: int = 1, order: str = "split") -> Any:
         return sluice.step(
             self.zeros(2, T, self.D + self.HV * self.V),
             self.zeros(2, T, 2 * self.HV),

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 import sluice
 from sluice import dispatch
-from sluice.backends.triton import configs
+from sluice.backends.triton import configs, conv_qkv
+from sluice.backends.triton.arrivals import arrivals_of
 from sluice.testing import compare
 from tests.gpu.random_layer import DEVICE, HALF, Layer
 
@@ -27,11 +28,10 @@ SIZE = {"HK": 4, "HV": 8, "K": 128, "V": 128} if DEVICE == "cuda" else {}
 
 def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Let the tables change rows at ``limit`` states, so that small batches differ in theirs."""
-    for key, rows in configs.DECODE.items():
-        *first, last = rows
-        changed = [row._replace(limit=limit) for row in first]
-        monkeypatch.setitem(configs.DECODE, key, (*changed, last))
-    monkeypatch.setattr(configs, "STEP_SPREAD", limit)
+    for table in (configs.DECODE, configs.DRAFT):
+        for key, (*first, last) in table.items():
+            changed = [row._replace(limit=limit) for row in first]
+            monkeypatch.setitem(table, key, (*changed, last))
 
 
 @pytest.mark.parametrize("state", [torch.float32, HALF], ids=("fp32", "half"))
@@ -49,38 +49,95 @@ def test_decode_of_a_row_does_not_depend_on_the_row_of_the_table(monkeypatch, st
 
 
 @pytest.mark.parametrize("state", [torch.float32, HALF], ids=("fp32", "half"))
+def test_every_row_of_the_table_leaves_the_same_bits(monkeypatch, state):
+    """Also rows between the first and the last, which the batches above do not reach."""
+    layer = Layer(2, state=state, **SIZE)
+    key = "vk", state.itemsize
+    rows = configs.DECODE[key]
+    assert len(rows) > 1
+    found = []
+    for row in rows:
+        monkeypatch.setitem(configs.DECODE, key, (configs.Row(configs.ANY, row.config),))
+        pool = layer.state.clone()
+        found.append((layer.decode(pool), pool))
+    for o, pool in found[1:]:
+        compare.assert_same_bits(o, found[0][0], "o")
+        compare.assert_same_bits(pool, found[0][1], "state")
+
+
+@pytest.mark.parametrize("state", [torch.float32, HALF], ids=("fp32", "half"))
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("heads", [(2, 2), (2, 4), (1, 3)], ids=str)
-def test_step_has_the_same_bits_with_a_program_a_head_or_a_group(monkeypatch, state, tokens, heads):
+def test_step_of_a_row_does_not_depend_on_the_batch(state, tokens, heads):
+    """Programs of a key head share its windows, whichever of them comes last."""
     layer = Layer(3, tokens, state=state, **{**SIZE, "HK": heads[0], "HV": heads[1]})
-    found = []
-    for spread in (0, 2**30):
-        monkeypatch.setattr(configs, "STEP_SPREAD", spread)
-        pools = layer.state.clone(), layer.window.clone()
-        found.append((layer.step(*pools), *pools))
-    for name, grouped, spread_out in zip(("y", "state", "window"), *found, strict=True):
-        compare.assert_same_bits(spread_out, grouped, name)
+    together = layer.state.clone(), layer.window.clone()
+    y = layer.step(*together)
+    alone = layer.state.clone(), layer.window.clone()
+    for i in range(layer.N):
+        one = layer.step(*alone, slice(i, i + 1))
+        compare.assert_same_bits(one, y[i : i + 1], f"y of row {i}")
+    for name, one, all_rows in zip(("state", "window"), alone, together, strict=True):
+        compare.assert_same_bits(one, all_rows, name)
 
 
-def test_step_leaves_its_counters_at_zero(monkeypatch):
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_last_program_of_a_key_head_writes_its_windows_and_no_other(tokens):
+    """A counter that stands one lower leaves its key head without a last program."""
+    layer = Layer(2, tokens, **{**SIZE, "HK": 1, "HV": 3})
+    pools = layer.state.clone(), layer.window.clone()
+    layer.step(*pools)
+    keys, rows = 2 * layer.K, layer.slots.long()
+    after = pools[1][rows, :keys, 3 - tokens :]
+    expected = layer.qkvz[:, :, :keys].transpose(1, 2)
+    compare.assert_same_bits(after.contiguous(), expected.contiguous(), "new columns of q and k")
+    counters = arrivals_of(pools[1], layer.HK)
+    counters[layer.slots[0].long()] = -1  # so nobody is the last
+    before = pools[1].clone()
+    layer.step(*pools)
+    assert torch.equal(pools[1][rows[0], :keys], before[rows[0], :keys])
+    assert not torch.equal(pools[1][rows[0], keys:], before[rows[0], keys:])
+    assert not torch.equal(pools[1][rows[1], :keys], before[rows[1], :keys])
+    counters.zero_()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_step_leaves_its_counters_at_zero(tokens):
     """What one call counted must not reach the next, nor rows that are padding."""
-    from sluice.backends.triton.arrivals import arrivals_of
-
-    monkeypatch.setattr(configs, "STEP_SPREAD", 2**30)
-    layer = Layer(4, **SIZE)
+    layer = Layer(4, tokens, **SIZE)
     layer.slots[1] = -1
     pools = layer.state.clone(), layer.window.clone()
     for _ in range(3):
         layer.step(*pools)
-    counters = arrivals_of(pools[1], layer.HK)
-    assert counters is not None
-    assert not counters.any()
+    assert not arrivals_of(pools[1], layer.HK).any()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a graph needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_step_can_be_captured_before_any_other_call(tokens):
+    """A pool without counters yet: those of the graph are zeros at every replay."""
+    warm, layer = (Layer(3, tokens, seed=seed, **SIZE) for seed in (0, 1))
+    warm.step(warm.state, warm.window)  # compiles, with another pool
+    pools, expected = ([layer.state.clone(), layer.window.clone()] for _ in range(2))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer.step(*pools)
+    for _ in range(3):
+        graph.replay()
+        compare.assert_same_bits(y, layer.step(*expected), "y")
+        for name, got, pool in zip(("state", "window"), pools, expected, strict=True):
+            compare.assert_same_bits(got, pool, name)
 
 
 @pytest.mark.parametrize("state", [torch.float32, HALF], ids=("fp32", "half"))
 @pytest.mark.parametrize("accepted", range(5))
-def test_verify_and_commit_leave_the_bits_of_decode(state, accepted):
+@pytest.mark.parametrize("many", [False, True], ids=("few", "many"))
+def test_verify_and_commit_leave_the_bits_of_decode(monkeypatch, state, accepted, many):
     """Also of one token, which decode serves with another variant of the kernel."""
+    if many:
+        smaller(monkeypatch, 0)
+        monkeypatch.setattr(configs, "COMMIT_FROM", 1)
     layer = Layer(3, 4, state=state, **SIZE)
     decoded, committed = layer.state.clone(), layer.state.clone()
     if accepted:
@@ -92,3 +149,31 @@ def test_verify_and_commit_leave_the_bits_of_decode(state, accepted):
     compare.assert_same_bits(committed, decoded, "state")
     if accepted:
         compare.assert_same_bits(o[:, :accepted].contiguous(), expected, "o")
+
+
+@pytest.mark.parametrize("lengths", [(1, 37, 0, 20), (16,), (33,)], ids=str)
+def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, lengths):
+    """A chunk inside a sequence is compiled by itself; its neighbours take the general path."""
+    HK, HV, K, N, T = 2, 4, SIZE.get("K", 32), len(lengths), sum(lengths) + 3
+    D = (2 * HK + HV) * K
+    gen = torch.Generator().manual_seed(T)
+    x, weight, bias, a, b, pool = (
+        torch.randn(*shape, generator=gen).to(DEVICE, HALF)
+        for shape in ((T, D), (D, 4), (D,), (T, HV), (T, HV), (N, D, 3))
+    )
+    rates = {name: torch.zeros(HV, device=DEVICE) for name in ("A_log", "dt_bias")}
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = {"cu_seqlens": bounds.to(DEVICE), "slots": torch.arange(N, device=DEVICE)}
+    heads = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": K}
+    found = []
+    general = {"STEP_X": 0, "STEP_QK": 0, "STEP_V": 0}
+    for steps in (conv_qkv.steps, lambda *_: general):
+        monkeypatch.setattr(conv_qkv, "steps", steps)
+        state = pool.clone()
+        outputs = sluice.conv_qkv(
+            x, weight, bias, a=a, b=b, **rates, **heads, **rows, state=state, backend="triton"
+        )
+        found.append((*outputs, state))
+    names = ("q", "k", "v", "g", "beta", "state")
+    for name, apart, together in zip(names, *found, strict=True):
+        compare.assert_same_bits(apart, together, name)

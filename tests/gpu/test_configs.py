@@ -9,11 +9,12 @@ pytest.importorskip("triton")
 
 from sluice.backends.triton import configs
 
-STATES = (1, 8, 32, 256, 512, 2048, 2049, 8192, 2**20)
+STATES = (1, 8, 32, 33, 64, 65, 256, 257, 512, 513, 2048, 2049, 8192, 2**20)
+TABLES = (*configs.DECODE.values(), *configs.DRAFT.values(), configs.CONV, configs.CONV_QKV)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("table", [*configs.DECODE.values(), configs.CONV, configs.CONV_QKV])
+@pytest.mark.parametrize("table", TABLES)
 def test_a_table_ends_with_a_row_for_any_size_and_its_limits_grow(table):
     limits = [row.limit for row in table]
     assert limits == sorted(set(limits))
@@ -33,15 +34,24 @@ def test_no_row_of_decode_changes_the_order_of_a_sum(layout, dtype, K):
     }
     assert len(found) == 1
     ((C, warps),) = found
-    assert max(K, 16) >= C or configs._power_of_two(K) == C
+    assert max(K, 16) >= C or configs.power_of_two(K) == C
     assert 32 * warps > C or (32 * warps <= C and C % 32 == 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cache_hints_are_those_a_gpu_knows(dtype, tokens):
+    """Any other string would be refused where it is compiled, and only there."""
+    hints = {"", configs.STREAM, configs.KEEP}
+    found = [configs.decode(dtype, "vk", 128, 128, states, tokens) for states in STATES]
+    assert {hint for config in found for hint in (config.LOAD, config.STORE)} <= hints
 
 
 @pytest.mark.parametrize("V", [8, 64, 80, 128, 256])
 def test_a_program_has_no_more_rows_than_the_state(V):
     for states in STATES:
         rows = configs.decode(torch.float32, "vk", 128, V, states).BLOCK_V
-        assert rows <= configs._power_of_two(V)
+        assert rows <= configs.power_of_two(V)
         assert rows & (rows - 1) == 0
 
 
@@ -54,7 +64,7 @@ def test_a_program_of_a_large_batch_moves_eight_kilobytes():
 
 @pytest.mark.parametrize(
     ("N", "tokens", "expected"),
-    [(1, 1, (1, 1)), (256, 256, (1, 1)), (1, 512, (4, 16)), (4, 12, (4, 4)), (1, 16384, (4, 32))],
+    [(1, 1, (1, 1)), (256, 256, (1, 1)), (1, 512, (4, 16)), (4, 12, (4, 4)), (1, 16384, (4, 16))],
 )
 def test_conv_qkv_does_not_cut_blocks_longer_than_its_sequences(N, tokens, expected):
     config = configs.conv_qkv(128, 128, N, tokens)

@@ -13,10 +13,12 @@ from torch import Tensor
 _counters: dict[tuple[int, int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
 
 
-def arrivals_of(conv_state: Tensor, HK: int) -> Tensor | None:
-    """The counters [P, HK] of a pool, made at the first call; None while a graph is being captured.
+def arrivals_of(conv_state: Tensor, HK: int) -> Tensor:
+    """The counters [P, HK] of a pool, made at the first call and kept.
 
-    A pool is known by where it lies. A later pool in the same place may have the same counters.
+    A pool is known by where it lies. A later pool in the same place may have the same counters. If
+    the first call is being captured in a graph, it gets counters that belong to the graph, which
+    sets them to zero in each replay, and nothing is kept.
     """
     P, device = conv_state.shape[0], conv_state.device
     key = (device.index or 0, conv_state.data_ptr(), HK)
@@ -26,7 +28,7 @@ def arrivals_of(conv_state: Tensor, HK: int) -> Tensor | None:
             found = torch.zeros(P, HK, dtype=torch.int32), None
         else:
             if torch.cuda.is_current_stream_capturing():
-                return None
+                return torch.zeros(P, HK, dtype=torch.int32, device=device)
             with torch.cuda.device(device):
                 made = torch.zeros(P, HK, dtype=torch.int32, device=device)
                 ready = torch.cuda.Event()

@@ -21,7 +21,8 @@ class Config(NamedTuple):
     BLOCK_T: int = 0  # tokens a program holds at a time
     BLOCK_D: int = 0  # channels a program holds
     CHUNK: int = 0  # tokens a program owns
-    EVICT: str = ""  # how the cache treats the state: "evict_first", or as any line
+    LOAD: str = ""  # what of a state is read, for the cache: STREAM, KEEP, or as any line
+    STORE: str = ""  # what of a state is written, likewise
     num_stages: int = 1
     maxnreg: int | None = None  # registers of a thread, where more would leave too few programs
     fp_fusion: bool = False  # whether the compiler may fuse products into sums
@@ -35,32 +36,44 @@ class Row(NamedTuple):
 
 
 ANY = float("inf")
-STREAM = "evict_first"
+STREAM, KEEP = "evict_first", "evict_last"
 
 # decode, verify and commit; the unit is N·HV states. H200, 2026-11-15.
 # A GPU starts some 800 programs a microsecond, so a program must move 8 KiB or more; fewer rows a
 # program are quicker while there are few states. 128 keys a piece are read 512 bytes at a time,
 # which bf16 states gain from; 32 keys a piece need fewer shuffles, which float32 states gain from.
+# With float32 states read as KEEP a large batch takes 3% less, also where far more states go round
+# than the cache holds; 256 states take 1% more.
 DECODE: dict[tuple[str, int], tuple[Row, ...]] = {
     # (state layout, bytes of an element)
     ("vk", 4): (
-        Row(2048, Config(num_warps=2, BLOCK_V=8, C=32, EVICT=STREAM)),
-        Row(ANY, Config(num_warps=2, BLOCK_V=8, C=32)),
+        Row(32, Config(num_warps=2, BLOCK_V=8, C=32, LOAD=KEEP, STORE=STREAM)),
+        Row(512, Config(num_warps=2, BLOCK_V=8, C=32, LOAD=STREAM, STORE=STREAM)),
+        Row(2048, Config(num_warps=2, BLOCK_V=8, C=32, LOAD=KEEP, STORE=STREAM)),
+        Row(ANY, Config(num_warps=2, BLOCK_V=8, C=32, LOAD=KEEP)),
     ),
     ("vk", 2): (
-        Row(512, Config(num_warps=1, BLOCK_V=8, C=128, EVICT=STREAM)),
+        Row(64, Config(num_warps=1, BLOCK_V=8, C=128, LOAD=STREAM, STORE=STREAM)),
         Row(ANY, Config(num_warps=1, BLOCK_V=16, C=128)),
     ),
     ("kv", 4): (Row(ANY, Config(num_warps=1, BLOCK_V=16, C=16)),),
     ("kv", 2): (Row(ANY, Config(num_warps=1, BLOCK_V=32, C=16)),),
 }
-# The same with more than one token, from DRAFT_FROM states on: what a token costs a program is
-# shared by more rows.
-DRAFT_FROM = 257
-DRAFT: dict[tuple[str, int], Config] = {
-    ("vk", 4): Config(num_warps=2, BLOCK_V=64, C=32),
-    ("vk", 2): Config(num_warps=1, BLOCK_V=32, C=128),
+# The same with more than one token: in the last rows what a token costs a program is shared by
+# more rows of a state.
+DRAFT: dict[tuple[str, int], tuple[Row, ...]] = {
+    ("vk", 4): (
+        Row(256, Config(num_warps=2, BLOCK_V=8, C=32, LOAD=STREAM, STORE=STREAM)),
+        Row(ANY, Config(num_warps=2, BLOCK_V=64, C=32)),
+    ),
+    ("vk", 2): (
+        Row(256, Config(num_warps=1, BLOCK_V=8, C=128, LOAD=STREAM, STORE=STREAM)),
+        Row(ANY, Config(num_warps=1, BLOCK_V=32, C=128)),
+    ),
 }
+# commit, from COMMIT_FROM states on. It makes no sums, so any C leaves the same bits.
+COMMIT_FROM = 2048
+COMMIT: dict[tuple[str, int], Config] = {("vk", 4): Config(num_warps=1, BLOCK_V=16, C=128)}
 # commit: channels of a conv window that one program moves
 WINDOW_CHANNELS = 256
 
@@ -68,11 +81,22 @@ WINDOW_CHANNELS = 256
 def decode(
     state_dtype: torch.dtype, state_layout: str, K: int, V: int, states: int, tokens: int = 1
 ) -> Config:
-    """The row for ``states`` = N·HV states; keys beyond 128 halve the rows a program holds."""
+    """The row for ``states`` = N·HV states."""
     key = state_layout, state_dtype.itemsize
-    config = _pick(DECODE[key], states)
-    if tokens > 1 and key in DRAFT and states >= DRAFT_FROM:
-        config = DRAFT[key]
+    table = DRAFT if tokens > 1 and key in DRAFT else DECODE
+    return _fitted(_pick(table[key], states), K, V)
+
+
+def commit(state_dtype: torch.dtype, state_layout: str, K: int, V: int, states: int) -> Config:
+    """decode's row, or commit's own for many states."""
+    key = state_layout, state_dtype.itemsize
+    if key in COMMIT and states >= COMMIT_FROM:
+        return _fitted(COMMIT[key], K, V)
+    return decode(state_dtype, state_layout, K, V, states)
+
+
+def _fitted(config: Config, K: int, V: int) -> Config:
+    """No larger than a state; keys beyond 128 halve the rows a program holds."""
     rows = min(config.BLOCK_V, power_of_two(V))
     if K > 128:
         rows = max(1, rows // 2)
@@ -93,19 +117,24 @@ def conv(D: int, tokens: int) -> Config:
 
 
 # conv_qkv; the unit is the tokens of the call. H200, 2026-11-15.
-# One warp in every row: the order of the norm's sum is its lanes'.
+# One warp in every row: the order of the norm's sum is its lanes'. With 64 registers an SM holds 32
+# programs of one warp, which is as many as it takes.
 CONV_QKV: tuple[Row, ...] = (
-    Row(8192, Config(num_warps=1, BLOCK_T=4, CHUNK=16, fp_fusion=True)),
-    Row(ANY, Config(num_warps=1, BLOCK_T=4, CHUNK=32, fp_fusion=True)),
+    Row(ANY, Config(num_warps=1, BLOCK_T=4, CHUNK=16, maxnreg=64, fp_fusion=True)),
 )
 
 
-def conv_qkv(K: int, V: int, N: int, tokens: int) -> Config:
-    """The row for ``tokens`` tokens in N sequences, cut for shorter ones; channels are a head's."""
+def conv_qkv(K: int, V: int, N: int, tokens: int, itemsize: int = 2) -> Config:
+    """The row for ``tokens`` tokens in N sequences, cut for shorter ones; channels are a head's.
+
+    Heads wider than 256 bytes have as many registers as they like.
+    """
     config = _pick(CONV_QKV, tokens)
     longest = power_of_two(max(1, -(-tokens // max(N, 1))))
     rows, chunk = min(config.BLOCK_T, longest), min(config.CHUNK, longest)
-    return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=power_of_two(max(K, V)))
+    channels = power_of_two(max(K, V))
+    registers = config.maxnreg if channels * itemsize <= 256 else None
+    return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=channels, maxnreg=registers)
 
 
 # step: a program holds a whole state. H200, 2026-11-15.
@@ -114,8 +143,6 @@ STEP: dict[int, Config] = {
     4: Config(num_warps=4, C=32, fp_fusion=True),
     2: Config(num_warps=4, C=64, fp_fusion=True),
 }
-STEP_SPREAD = 256
-"""Up to so many states N·HV a value head has a program to itself, beyond it a key head's group."""
 
 
 def step(state_dtype: torch.dtype, K: int, V: int) -> Config:
@@ -127,11 +154,6 @@ def step(state_dtype: torch.dtype, K: int, V: int) -> Config:
         return config
     warps = min(16, config.num_warps * larger)
     return config._replace(num_warps=warps, maxnreg=65536 // (32 * warps) // 8 * 8)
-
-
-def step_group(states: int, r: int) -> int:
-    """Value heads of a program."""
-    return 1 if states <= STEP_SPREAD else r
 
 
 # rms_norm_gated: rows of a program for a width of 128.

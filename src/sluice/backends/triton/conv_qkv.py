@@ -5,7 +5,8 @@
     g      = -exp(A_log) softplus(a + dt_bias),   beta = sigmoid(b)
 
 One program owns CHUNK tokens of one sequence × one head of q, k or v, or the gates of all heads:
-no block crosses from Q to K or from K to V, whatever the head counts are.
+no block crosses from Q to K or from K to V, whatever the head counts are. A whole chunk inside a
+sequence, which is nearly all there are, knows its addresses when it is compiled (``inner_chunk``).
 """
 # ruff: noqa: RUF005, SIM102 (what a kernel may not say, and constants decide)
 
@@ -77,6 +78,26 @@ def load_rows(place, left, mask, stride_x_t, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def convolve_row(
+    row, taps, weights, bias, W: tl.constexpr, SILU: tl.constexpr, NORMALIZE: tl.constexpr
+):
+    """One token of one head [BLOCK_D] in float32, and the taps of the token after it."""
+    x = row.to(tl.float32)
+    y = bias
+    for w in tl.static_range(W - 1):
+        y = tl.fma(taps[w], weights[w], y)
+    y = tl.fma(x, weights[W - 1], y)
+    if SILU:
+        y = silu(y)
+    if NORMALIZE:
+        y *= tl.rsqrt(tl.sum(y * y, axis=0) + NORM_EPS)
+    moved = ()
+    for w in tl.static_range(1, W - 1):
+        moved = moved + (taps[w],)
+    return y, moved + (x,)
+
+
+@triton.jit
 def convolve_rows(
     place,  # [BLOCK_D] where the first token's inputs lie
     out,  # [BLOCK_D] where its outputs go
@@ -102,22 +123,91 @@ def convolve_rows(
         place += BLOCK_T * stride_x_t
         ahead = load_rows(place, tokens - t - BLOCK_T, mask, stride_x_t, BLOCK_T)
         for i in tl.static_range(BLOCK_T):
-            moved = ()
-            for w in tl.static_range(1, W - 1):
-                moved = moved + (taps[w],)
-            x = rows[i].to(tl.float32)
-            y = bias
-            for w in tl.static_range(W - 1):
-                y = tl.fma(taps[w], weights[w], y)
-            y = tl.fma(x, weights[W - 1], y)
-            taps = moved + (x,)
-            if SILU:
-                y = silu(y)
-            if NORMALIZE:
-                y *= tl.rsqrt(tl.sum(y * y, axis=0) + NORM_EPS)
+            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU, NORMALIZE)
             y = y.to(out.dtype.element_ty)
             tl.store(out + i * stride_out_t, y, mask=mask & (t + i < tokens))
         out += BLOCK_T * stride_out_t
+
+
+@triton.jit
+def convolve_chunk(
+    place,
+    out,
+    weights,
+    bias,
+    STEP_X: tl.constexpr,
+    STEP_OUT: tl.constexpr,
+    W: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SILU: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """``convolve_rows`` for CHUNK tokens that all exist, as do the W - 1 before them.
+
+    No masks, no loop, and each address a constant away from the first; the bits are the same.
+    """
+    taps = ()
+    for w in tl.static_range(W - 1):
+        taps = taps + (tl.load(place + (w - (W - 1)) * STEP_X).to(tl.float32),)
+    ahead = ()
+    for i in tl.static_range(BLOCK_T):
+        ahead = ahead + (tl.load(place + i * STEP_X),)
+    for t in tl.static_range(0, CHUNK, BLOCK_T):
+        rows = ahead
+        if t + BLOCK_T < CHUNK:
+            ahead = ()
+            for i in tl.static_range(BLOCK_T):
+                ahead = ahead + (tl.load(place + (t + BLOCK_T + i) * STEP_X),)
+        for i in tl.static_range(BLOCK_T):
+            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU, NORMALIZE)
+            tl.store(out + (t + i) * STEP_OUT, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def inner_chunk(
+    x_ptr,  # of the batch row, as the outputs
+    weight_ptr,
+    bias_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    token,
+    part,
+    HK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STEP_X: tl.constexpr,
+    STEP_QK: tl.constexpr,
+    STEP_V: tl.constexpr,
+    W: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SILU: tl.constexpr,
+    NORMALIZE_QK: tl.constexpr,
+):
+    """The chunk at ``token`` of one head, inside its sequence; K = V = BLOCK_D, dense heads."""
+    channel = part * BLOCK_D
+    offs = tl.arange(0, BLOCK_D)
+    offs_d = channel + offs
+    bias = tl.zeros([BLOCK_D], tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + offs_d).to(tl.float32)
+    mask_d = tl.full((BLOCK_D,), True, tl.int1)
+    weights = load_weights(weight_ptr, offs_d, mask_d, W, 1, W)
+    place = x_ptr + token * STEP_X + offs_d
+    if part < 2 * HK:
+        out = q_ptr + token * STEP_QK + channel
+        if part >= HK:
+            out = k_ptr + token * STEP_QK + (channel - HK * BLOCK_D)
+        convolve_chunk(
+            place, out + offs, weights, bias, STEP_X, STEP_QK, W, CHUNK, BLOCK_T, SILU,
+            NORMALIZE_QK,
+        )  # fmt: skip
+    else:
+        out = v_ptr + token * STEP_V + (channel - 2 * HK * BLOCK_D)
+        convolve_chunk(
+            place, out + offs, weights, bias, STEP_X, STEP_V, W, CHUNK, BLOCK_T, SILU, False
+        )
 
 
 @triton.jit
@@ -222,6 +312,9 @@ def conv_qkv_kernel(
     NORMALIZE_QK: tl.constexpr,
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
+    STEP_X: tl.constexpr,  # stride_x_t, stride_q_t = stride_k_t and stride_v_t as constants, where
+    STEP_QK: tl.constexpr,  # whole chunks are ``inner_chunk``'s; 0 where they are not
+    STEP_V: tl.constexpr,
 ):
     GATES: tl.constexpr = 0 if g_ptr is None and beta_ptr is None else 1
     PARTS: tl.constexpr = 2 * HK + HV + GATES
@@ -248,6 +341,13 @@ def conv_qkv_kernel(
                 (begins + tl.arange(0, BLOCK_T)).to(tl.int64), length, live, stride_a_t, stride_a_h,
                 stride_b_t, stride_b_h, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h,
                 HV, BLOCK_H,
+            )  # fmt: skip
+    elif (STEP_X > 0) & live & (first >= W - 1) & (last - first == CHUNK):
+        if STEP_X > 0:
+            inner_chunk(
+                x_ptr + batch * stride_x_b, weight_ptr, bias_ptr, q_ptr + batch * stride_q_b,
+                k_ptr + batch * stride_k_b, v_ptr + batch * stride_v_b, start + first, part,
+                HK, BLOCK_D, STEP_X, STEP_QK, STEP_V, W, CHUNK, BLOCK_T, SILU, NORMALIZE_QK,
             )  # fmt: skip
     else:
         # where this head's channels begin, and where its output goes
@@ -312,9 +412,31 @@ def conv_qkv_kernel(
                 )  # fmt: skip
 
 
+def steps(p: ConvQkvProblem, t: ConvQkvTensors, config: configs.Config) -> dict[str, int]:
+    """The strides that ``inner_chunk`` has as constants; zeros where it does not serve.
+
+    It wants heads without gaps, and leaves checkpoints, and chunks cut for short sequences, to the
+    general path.
+    """
+    x, q, k, v = t.x, t.q, t.k, t.v
+    serves = (
+        p.K == p.V == config.BLOCK_D
+        and config.CHUNK > config.BLOCK_T
+        and t.checkpoint_slots is None
+        and x.stride(-1) == 1
+        and t.weight.is_contiguous()
+        and q.stride(1) == k.stride(1)
+        and q.stride(2) == k.stride(2) == p.K
+        and v.stride(2) == p.V
+    )
+    found = (x.stride(1), q.stride(1), v.stride(1)) if serves else (0, 0, 0)
+    return dict(zip(("STEP_X", "STEP_QK", "STEP_V"), found, strict=True))
+
+
 def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
     """Serve ``conv_qkv``."""
-    config = configs.conv_qkv(p.K, p.V, p.N, p.T if p.varlen else p.N * p.T)
+    tokens = p.T if p.varlen else p.N * p.T
+    config = configs.conv_qkv(p.K, p.V, p.N, tokens, t.x.element_size())
     gates = t.g is not None or t.beta is not None
     launch(
         conv_qkv_kernel,
@@ -348,4 +470,5 @@ def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
         BLOCK_D=config.BLOCK_D,
         BLOCK_H=configs.power_of_two(p.HV),
         NORMALIZE_QK=p.normalize_qk,
+        **steps(p, t, config),
     )

@@ -212,7 +212,8 @@ def decode_kernel(
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
-    EVICT: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     NORMALIZE_QK: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
@@ -270,7 +271,7 @@ def decode_kernel(
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
     S = load_tile(
-        state_ptr + slot * stride_state_p, offs_v, known, K, V, BLOCK_V, C, EVICT, STATE_KV
+        state_ptr + slot * stride_state_p, offs_v, known, K, V, BLOCK_V, C, LOAD, STATE_KV
     )
     tl.debug_barrier()
     k = load_vector(k_ptr + start * stride_k_t, on, K, C)
@@ -314,7 +315,7 @@ def decode_kernel(
             slot = tl.load(write_slots_ptr + seq).to(tl.int64)
             write = live & (slot > pad_slot)
         store_tile(
-            state_ptr + slot * stride_state_p, S, offs_v, write, K, V, BLOCK_V, C, EVICT, STATE_KV
+            state_ptr + slot * stride_state_p, S, offs_v, write, K, V, BLOCK_V, C, STORE, STATE_KV
         )
     if cu_seqlens_ptr is not None:  # tokens past the last sequence are outputs of zeros
         zeros = tl.zeros([BLOCK_V], o_ptr.dtype.element_ty)
@@ -398,7 +399,8 @@ def decode(p: DeltaProblem, t: DeltaTensors) -> None:
         V=p.V,
         BLOCK_V=config.BLOCK_V,
         C=config.C,
-        EVICT=config.EVICT,
+        LOAD=config.LOAD,
+        STORE=config.STORE,
         ONE_TOKEN=p.T == 1 and not p.varlen,
         NORMALIZE_QK=p.normalize_qk,
         DECAY_PER_KEY=p.decay == "key",

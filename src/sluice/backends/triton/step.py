@@ -4,12 +4,11 @@
     S <- exp(g) S,   d = beta (v - S k),   S <- S + d kᵀ,   o = scale S q     (S2)
     y = weight · o / sqrt(mean o² + eps) · act(z)                            (S3)
 
-One program owns ``group`` value heads that share a key head. It has a head's whole state [V, K] in
-its registers, so the norm over V is its own. Nothing is rounded between the parts.
+One program owns one value head of one row. It has the head's whole state [V, K] in its registers,
+so the norm over V is its own. Nothing is rounded between the parts.
 
-The conv windows of q and k belong to a key head, and r = HV / HK value heads read them. With
-group = r one program reads and writes them. With group = 1 (few rows: more programs, less latency)
-the r programs count themselves in ``arrivals`` once they have read, and the last one writes.
+The conv windows of q and k belong to a key head, and r = HV / HK value heads read them. Those r
+programs count themselves in ``arrivals`` once they have read, and the last one writes.
 """
 # ruff: noqa: SIM108 (what a kernel may not say, and constants decide)
 
@@ -30,6 +29,7 @@ from sluice.backends.triton.step_parts import (
     load_taps,
     load_weights,
     make_keys,
+    store_state,
     store_window,
     tile_dot3,
     where_all,
@@ -39,7 +39,7 @@ from sluice.backends.triton.window import roll_window
 from sluice.contract.problem import StepProblem
 from sluice.contract.tensors import StepTensors
 
-_FREE = ["pad_slot", "group", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
+_FREE = ["pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
 _FREE += [f"stride_{name}_{dim}" for name in "xzbay" for dim in "nt"]
 _FREE += [f"stride_{name}_{dim}" for name in "zba" for dim in "gh" if name + dim != "zh"]
 _UNALIGNED = ["b_ptr", "a_ptr", "A_log_ptr", "dt_bias_ptr", "norm_weight_ptr", "conv_bias_ptr"]
@@ -62,7 +62,7 @@ def step_kernel(
     conv_state_ptr,  # [P, D, L], read and written
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     y_ptr,  # [N, T, HV V]
-    arrivals_ptr,  # [P, HK] int32 zeros, left as zeros; None where group = r
+    arrivals_ptr,  # [P, HK] int32 zeros, left as zeros; None where HV = HK
     slots_ptr,  # [N]; None: row i is sequence i
     write_slots_ptr,  # [N]; None: slots
     has_state_ptr,  # [N]; None: all have
@@ -70,7 +70,6 @@ def step_kernel(
     beta_scale,
     eps,
     pad_slot,
-    group,  # value heads of a program, r or 1
     k_offset,
     v_offset,
     stride_x_n,
@@ -113,12 +112,12 @@ def step_kernel(
     STATE_KV: tl.constexpr,
 ):
     R: tl.constexpr = HV // HK
-    PROGRAMS: tl.constexpr = HK if arrivals_ptr is None else HV
     begin()
     pid = tl.program_id(0)
-    seq = (pid // PROGRAMS).to(tl.int64)
-    first_head = (pid % PROGRAMS) * (HV // PROGRAMS)
-    head_k = first_head // R
+    seq = (pid // HV).to(tl.int64)
+    head_v = pid % HV
+    head_k = head_v // R
+    member = head_v % R
 
     slot = seq
     live = seq >= 0
@@ -151,8 +150,9 @@ def step_kernel(
     else:
         mask_tile = (tile_v < V) & (tile_k < K)
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
-    read_ptr = state_ptr + slot * stride_state_p + first_head * (V * K)
-    write_ptr = state_ptr + write_slot * stride_state_p + first_head * (V * K)
+    state_ptr += head_v * (V * K)
+    read_ptr = state_ptr + slot * stride_state_p
+    write_ptr = state_ptr + write_slot * stride_state_p
 
     window_ptr = conv_state_ptr + slot * stride_conv_p
     rolled_ptr = conv_state_ptr + write_slot * stride_conv_p
@@ -169,29 +169,29 @@ def step_kernel(
     keys_x = head_k * stride_q_g + keys * k_offset + offs_k[:, :, None]
     keys_mask = (offs_k < K)[:, :, None] & (keys < 2)
     values = pair[None, :]  # [BLOCK_V, 2]
-    values_channel = 2 * HK * K + offs_v[:, None] + values
-    values_x = v_offset + head_k * stride_v_g + offs_v[:, None] + values
+    values_channel = 2 * HK * K + head_v * V + offs_v[:, None] + values
+    values_x = v_offset + head_k * stride_v_g + member * V + offs_v[:, None] + values
     values_mask = mask_v[:, None] & (values < 1)
-    norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
 
-    keys_weights = load_weights(conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W)
     if T == 1:  # a few loads before the many of the state, which would hold them up
+        norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0)
+        keys_weights = load_weights(
+            conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W
+        )
+        values_weights = load_weights(
+            conv_weight_ptr, values_channel, values_mask, stride_w_d, stride_w_w, W
+        )
+        z, a, b, A_log, dt_bias = load_gates(
+            z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, head_v, member, offs_v, mask_v,
+            stride_a_h, stride_b_h, V,
+        )  # fmt: skip
         keys_taps = load_taps(
             x_ptr, window_ptr, known, 0, keys_x, keys_channel, keys_mask, stride_x_t,
             stride_conv_d, stride_conv_l, T, L, W,
         )  # fmt: skip
         values_taps = load_taps(
-            x_ptr, window_ptr, known, 0, values_x + first_head % R * V,
-            values_channel + first_head * V, values_mask, stride_x_t, stride_conv_d, stride_conv_l,
-            T, L, W,
-        )  # fmt: skip
-    values_weights = load_weights(
-        conv_weight_ptr, values_channel + first_head * V, values_mask, stride_w_d, stride_w_w, W
-    )
-    if T == 1:
-        z, a, b, A_log, dt_bias = load_gates(
-            z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, first_head, first_head % R, group > 0,
-            offs_v, mask_v, stride_a_h, stride_b_h, V,
+            x_ptr, window_ptr, known, 0, values_x, values_channel, values_mask, stride_x_t,
+            stride_conv_d, stride_conv_l, T, L, W,
         )  # fmt: skip
         tl.debug_barrier()
     S = tl.load(read_ptr + offs_tile, mask=mask_tile & known, other=0.0).to(tl.float32)
@@ -209,102 +209,85 @@ def step_kernel(
             NORMALIZE_QK,
         )  # fmt: skip
 
-    for i in range(group):
-        head_v = first_head + i
-        member = head_v % R
-        for t in range(T):
-            if T != 1:
-                keys_taps = load_taps(
-                    x_ptr, window_ptr, known, t, keys_x, keys_channel, keys_mask, stride_x_t,
-                    stride_conv_d, stride_conv_l, T, L, W,
-                )  # fmt: skip
-                q, k, norms = make_keys(
-                    keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys,
-                    CONV_SILU, NORMALIZE_QK,
-                )  # fmt: skip
-                values_taps = load_taps(
-                    x_ptr, window_ptr, known, t, values_x + member * V,
-                    values_channel + head_v * V, values_mask, stride_x_t, stride_conv_d,
-                    stride_conv_l, T, L, W,
-                )  # fmt: skip
-                z, a, b, A_log, dt_bias = load_gates(
-                    z_ptr + t * stride_z_t, a_ptr + t * stride_a_t, b_ptr + t * stride_b_t,
-                    A_log_ptr, dt_bias_ptr, head_v, member, group > 0, offs_v, mask_v,
-                    stride_a_h, stride_b_h, V,
-                )  # fmt: skip
-            v = conv_taps(
-                values_taps, values_weights, conv_bias_ptr, values_channel + head_v * V,
-                values_mask, CONV_SILU,
-            )  # fmt: skip
-            v = half_of(v, 0, values)
-            if T == 1:
-                tl.debug_barrier()  # what is overwritten has been read
-                store_window(
-                    rolled_ptr, values_taps, values_channel + head_v * V, values_mask & kept,
-                    stride_conv_d, stride_conv_l,
-                )  # fmt: skip
-            raw = a.to(tl.float32) + dt_bias.to(tl.float32)
-            decay = exp(-exp(A_log.to(tl.float32)) * softplus(raw))
-            beta = sigmoid(b.to(tl.float32)) * beta_scale
+    mine = kept  # writes the windows of q and k, once every program that reads them has
+    if arrivals_ptr is not None and T == 1:
+        # Adds 1, but cannot know it before every tap of every thread has come: who has counted
+        # itself has read. The answer comes while the state does, and needs no fence.
+        one = 1 + (norms < 0.0).to(tl.int32)
+        counter = arrivals_ptr + write_slot * HK + head_k
+        arrived = tl.atomic_add(counter, one, mask=kept, sem="relaxed")
+        mine = kept & (arrived == R - 1)
 
-            S = S * decay
-            d = beta * (v - tile_dot3(S, k))
-            d_tile = tl.broadcast_to(d[None, None, :], (C, PIECES, BLOCK_V))
-            S = tl.fma(d_tile, tl.broadcast_to(k[:, :, None], (C, PIECES, BLOCK_V)), S)
-            o = tile_dot3(S, q) * scale
-
-            y = o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * norm_weight
-            if GATE_SIGMOID:
-                y = y * sigmoid(z.to(tl.float32))
-            else:
-                y = y * silu(z.to(tl.float32))
-            y = tl.where(live, y, 0.0).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + t * stride_y_t + head_v * V + offs_v, y, mask=mask_v)
-        tl.store(
-            write_ptr + i * (V * K) + offs_tile,
-            tl.reshape(S, (C, PIECES * BLOCK_V)).to(state_ptr.dtype.element_ty),
-            mask=mask_tile & kept,
-        )
-        if T != 1:
-            roll_window(
-                x_ptr + v_offset + head_k * stride_v_g + member * V,
-                window_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
-                rolled_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
-                known, kept, T, offs_v, mask_v, stride_x_t, 1, stride_conv_d, stride_conv_l,
-                L, BLOCK_L,
+    for t in range(T):
+        if T != 1:  # weights too: beside the state there is no room to keep them
+            norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0)
+            keys_weights = load_weights(
+                conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W
+            )
+            values_weights = load_weights(
+                conv_weight_ptr, values_channel, values_mask, stride_w_d, stride_w_w, W
+            )
+            keys_taps = load_taps(
+                x_ptr, window_ptr, known, t, keys_x, keys_channel, keys_mask, stride_x_t,
+                stride_conv_d, stride_conv_l, T, L, W,
             )  # fmt: skip
-        more = known & (i + 1 < group)
-        if T == 1:
+            q, k, norms = make_keys(
+                keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys,
+                CONV_SILU, NORMALIZE_QK,
+            )  # fmt: skip
             values_taps = load_taps(
-                x_ptr, window_ptr, more, 0, values_x + (member + 1) * V,
-                values_channel + (head_v + 1) * V, values_mask & (i + 1 < group), stride_x_t,
+                x_ptr, window_ptr, known, t, values_x, values_channel, values_mask, stride_x_t,
                 stride_conv_d, stride_conv_l, T, L, W,
             )  # fmt: skip
             z, a, b, A_log, dt_bias = load_gates(
-                z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, head_v + 1, member + 1, i + 1 < group,
-                offs_v, mask_v, stride_a_h, stride_b_h, V,
+                z_ptr + t * stride_z_t, a_ptr + t * stride_a_t, b_ptr + t * stride_b_t,
+                A_log_ptr, dt_bias_ptr, head_v, member, offs_v, mask_v, stride_a_h, stride_b_h, V,
             )  # fmt: skip
-        values_weights = load_weights(
-            conv_weight_ptr, values_channel + (head_v + 1) * V, values_mask & (i + 1 < group),
-            stride_w_d, stride_w_w, W,
-        )  # fmt: skip
-        next_ptr = read_ptr + (i + 1) * (V * K) + offs_tile
-        S = tl.load(next_ptr, mask=mask_tile & more, other=0.0).to(tl.float32)
-        S = tl.reshape(S, (C, PIECES, BLOCK_V))
+        v = conv_taps(
+            values_taps, values_weights, conv_bias_ptr, values_channel, values_mask, CONV_SILU
+        )
+        v = half_of(v, 0, values)
+        raw = a.to(tl.float32) + dt_bias.to(tl.float32)
+        decay = exp(-exp(A_log.to(tl.float32)) * softplus(raw))
+        beta = sigmoid(b.to(tl.float32)) * beta_scale
 
-    # the windows of q and k, once every program that reads them has
-    mine = kept
-    if arrivals_ptr is not None:
-        counter = arrivals_ptr + write_slot * HK + head_k
+        S = S * decay
+        d = beta * (v - tile_dot3(S, k))
+        d_tile = tl.broadcast_to(d[None, None, :], (C, PIECES, BLOCK_V))
+        S = tl.fma(d_tile, tl.broadcast_to(k[:, :, None], (C, PIECES, BLOCK_V)), S)
+        o = tile_dot3(S, q) * scale
+        square = tl.sum(o * o, axis=0)
         if T == 1:
-            # adds 1, but cannot know it before every tap of every thread has come: who has counted
-            # itself has read. A fence would have the program wait until its state is written.
-            one = 1 + (norms < 0.0).to(tl.int32)
-            arrived = tl.atomic_add(counter, one, mask=kept, sem="relaxed")
+            tl.debug_barrier()  # what is overwritten has been read
+            store_window(
+                rolled_ptr, values_taps, values_channel, values_mask & kept, stride_conv_d,
+                stride_conv_l,
+            )  # fmt: skip
+            store_state(write_ptr + offs_tile, S, mask_tile & kept)
+
+        y = o * tl.rsqrt(square / V + eps) * norm_weight.to(tl.float32)
+        if GATE_SIGMOID:
+            y = y * sigmoid(z.to(tl.float32))
         else:
+            y = y * silu(z.to(tl.float32))
+        y = tl.where(live, y, 0.0).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + t * stride_y_t + head_v * V + offs_v, y, mask=mask_v)
+
+    if T != 1:
+        store_state(write_ptr + offs_tile, S, mask_tile & kept)
+        roll_window(
+            x_ptr + v_offset + head_k * stride_v_g + member * V,
+            window_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
+            rolled_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
+            known, kept, T, offs_v, mask_v, stride_x_t, 1, stride_conv_d, stride_conv_l,
+            L, BLOCK_L,
+        )  # fmt: skip
+    if arrivals_ptr is not None:
+        if T != 1:
             tl.debug_barrier()
+            counter = arrivals_ptr + write_slot * HK + head_k
             arrived = tl.atomic_add(counter, 1, mask=kept, sem="acq_rel")
-        mine = kept & (arrived == R - 1)
+            mine = kept & (arrived == R - 1)
         tl.store(counter, 0, mask=mine)
     if T == 1:
         tl.debug_barrier()
@@ -352,16 +335,11 @@ def parts(p: StepProblem, t: StepTensors) -> dict[str, Any]:
 
 def step(p: StepProblem, t: StepTensors) -> None:
     """Serve ``step``."""
-    r, rows = p.HV // p.HK, t.rows
+    rows = t.rows
     config = configs.step(p.state_dtype, p.K, p.V)
-    group = configs.step_group(p.N * p.HV, r)
-    arrivals = None
-    if group < r:
-        arrivals = arrivals_of(t.conv_state, p.HK)
-        group = r if arrivals is None else group
     launch(
         step_kernel,
-        p.N * (p.HV // group),
+        p.N * p.HV,
         config,
         p.device,
         **parts(p, t),
@@ -373,7 +351,7 @@ def step(p: StepProblem, t: StepTensors) -> None:
         conv_state_ptr=t.conv_state,
         state_ptr=t.state,
         y_ptr=t.out,
-        arrivals_ptr=arrivals,
+        arrivals_ptr=arrivals_of(t.conv_state, p.HK) if p.HV > p.HK else None,
         slots_ptr=dense(rows.slots),
         write_slots_ptr=dense(rows.write_slots),
         has_state_ptr=dense(rows.has_state),
@@ -381,7 +359,6 @@ def step(p: StepProblem, t: StepTensors) -> None:
         beta_scale=2.0 if p.neg_eigval else 1.0,
         eps=p.eps,
         pad_slot=p.rows.pad_slot,
-        group=group,
         stride_w_d=t.conv_weight.stride(0),
         stride_w_w=t.conv_weight.stride(1),
         stride_conv_p=t.conv_state.stride(0),

@@ -81,16 +81,22 @@ def store_window(rolled_ptr, taps, channel, mask, stride_conv_d, stride_conv_l):
 
 
 @triton.jit
+def store_state(at, S, mask):
+    """Round the tile [C, PIECES, BLOCK_V] to the pool's dtype, once, and store it."""
+    x = tl.reshape(S, (S.shape[0], S.shape[1] * S.shape[2]))
+    tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_gates(
-    z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, head_v, member, on, offs_v, mask_v, stride_a_h,
+    z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, head_v, member, offs_v, mask_v, stride_a_h,
     stride_b_h, V: tl.constexpr,
 ):  # fmt: skip
     """A value head's z, a, b, A_log and dt_bias, as they lie in memory."""
-    z = tl.load(z_ptr + member * V + offs_v, mask=mask_v & on, other=0.0)
-    a = tl.load(a_ptr + member * stride_a_h, mask=on, other=0.0)
-    b = tl.load(b_ptr + member * stride_b_h, mask=on, other=0.0)
-    A_log = tl.load(A_log_ptr + head_v, mask=on, other=0.0)
-    return z, a, b, A_log, tl.load(dt_bias_ptr + head_v, mask=on, other=0.0)
+    z = tl.load(z_ptr + member * V + offs_v, mask=mask_v, other=0.0)
+    a = tl.load(a_ptr + member * stride_a_h)
+    b = tl.load(b_ptr + member * stride_b_h)
+    return z, a, b, tl.load(A_log_ptr + head_v), tl.load(dt_bias_ptr + head_v)
 
 
 @triton.jit

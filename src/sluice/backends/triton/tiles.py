@@ -130,17 +130,17 @@ def load_tile(
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
-    EVICT: tl.constexpr,
+    HINT: tl.constexpr,
     STATE_KV: tl.constexpr,
 ):
     """Rows ``offs_v`` of a state [V, K] (or [K, V]) as float32 pieces, zeros where not ``live``.
 
-    EVICT is the cache's policy for what will not be read again: "evict_first" or "".
+    HINT is how long the cache is to keep these lines: "evict_first", "evict_last" or "".
     """
     S = ()
     for j in tl.static_range((K + C - 1) // C):
         offs, mask = _piece(offs_v, live, j, K, V, BLOCK_V, C, STATE_KV)
-        x = tl.load(ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
+        x = tl.load(ptr + offs, mask=mask, other=0.0, eviction_policy=HINT)
         S = S + (x.to(tl.float32),)
     return S
 
@@ -155,13 +155,13 @@ def store_tile(
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     C: tl.constexpr,
-    EVICT: tl.constexpr,
+    HINT: tl.constexpr,
     STATE_KV: tl.constexpr,
 ):
     """Round the tile to the pool's dtype, once, and store it where ``live``."""
     for j in tl.static_range((K + C - 1) // C):
         offs, mask = _piece(offs_v, live, j, K, V, BLOCK_V, C, STATE_KV)
-        tl.store(ptr + offs, S[j].to(ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+        tl.store(ptr + offs, S[j].to(ptr.dtype.element_ty), mask=mask, eviction_policy=HINT)
 
 
 @triton.jit

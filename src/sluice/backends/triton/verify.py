@@ -104,7 +104,8 @@ def commit_kernel(
     C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    EVICT: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
     STATE_KV: tl.constexpr,
 ):
@@ -164,7 +165,7 @@ def commit_kernel(
             V,
             BLOCK_V,
             C,
-            EVICT,
+            LOAD,
             STATE_KV,
         )
         for t in range(accepted):
@@ -185,14 +186,14 @@ def commit_kernel(
             V,
             BLOCK_V,
             C,
-            EVICT,
+            STORE,
             STATE_KV,
         )
 
 
 def commit(p: CommitProblem, t: CommitTensors) -> None:
     """Serve ``commit``."""
-    config = configs.decode(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV)
+    config = configs.commit(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV)
     windows = configs.blocks(p.D, configs.WINDOW_CHANNELS)
     x, window, r = t.conv_inputs, t.conv_state, t.rows
     launch(
@@ -227,7 +228,8 @@ def commit(p: CommitProblem, t: CommitTensors) -> None:
         C=config.C,
         BLOCK_D=configs.WINDOW_CHANNELS,
         BLOCK_L=max(1, configs.power_of_two(p.L)),
-        EVICT=config.EVICT,
+        LOAD=config.LOAD,
+        STORE=config.STORE,
         DECAY_PER_KEY=p.decay == "key",
         STATE_KV=p.state_layout == "kv",
     )
