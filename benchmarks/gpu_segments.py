@@ -198,10 +198,8 @@ def segments(device: str, T: int, R: int, heads: tuple[int, int], dtype: torch.d
 
 
 def time_on(R: int, T: int, f: Figures, message: int, wire: float, latency: float) -> float:
-    """Microseconds for T tokens on R ranks: the formula (D3) of docs/distributed.md."""
+    """Microseconds for T tokens on R > 1 ranks: the formula (D3) of docs/distributed.md."""
     scale = T / R / f.tokens
-    if R == 1:
-        return f.whole * scale
     steps = 1 if R <= GATHERED else math.ceil(math.log2(R)) + 1
     exchange = steps * latency + received(R, message) / wire * 1e6
     return (max(f.whole, f.begin) + f.finish) * scale + exchange + levels(R) * f.join
@@ -217,17 +215,21 @@ def levels(R: int) -> float:
     return math.ceil(math.log2(R)) / 6
 
 
-def model(f: Figures, heads: tuple[int, int], wire: float, latency: float) -> None:
+def model(
+    figures: list[Figures], one: float, heads: tuple[int, int], wire: float, latency: float
+) -> None:
+    """The table: ``one`` device as measured, R ranks from the figures of the nearest length."""
     message = 4 * heads[1] * K * (V + K)
     print(
-        f"\nModel, {MILLION:,} tokens, heads {heads[0]}/{heads[1]}, from the figures at "
-        f"{f.tokens:,} tokens a rank; {wire / 1e9:g} GB/s and {latency:g} µs an exchange"
+        f"\nModel, {MILLION:,} tokens, heads {heads[0]}/{heads[1]}, from the nearest "
+        f"figures; {wire / 1e9:g} GB/s and {latency:g} µs an exchange"
     )
     print("| ranks | tokens a rank | received MiB | time µs | speed-up |\n|---|---|---|---|---|")
-    one = time_on(1, MILLION, f, message, wire, latency)
-    for R in (1, 2, 4, 8, 16, 32, 64):
+    print(f"| 1 | {MILLION:,} | - | {one:,.0f} (measured) | 1.0 |")
+    for R in (2, 4, 8, 16, 32, 64):
+        f = min(figures, key=lambda f, R=R: abs(math.log(f.tokens * R / MILLION)))  # type: ignore[misc]
         time_ = time_on(R, MILLION, f, message, wire, latency)
-        mib = received(R, message) / 2**20 if R > 1 else 0.0
+        mib = received(R, message) / 2**20
         print(f"| {R} | {MILLION // R:,} | {mib:.1f} | {time_:,.0f} | {one / time_:.1f} |")
 
 
@@ -267,7 +269,10 @@ def run(
     )
     lengths = [n for n in (T // 16, T // 4, T) if n >= 256] or [T]
     figures = [segments(device, n, R, heads, dtype) for n in lengths for R in (2, 4, 8)]
-    model(figures[-1], heads, wire, latency)
+    longest = MILLION if device == "cuda" else T
+    args = inputs(longest, *heads, device, dtype)
+    one = microseconds(device, lambda: sluice.prefill(**args)) * MILLION / longest
+    model(figures, one, heads, wire, latency)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,11 @@ from sluice.contract.tensors import DeltaTensors
 CHUNK, ROWS, NUM_BUFFERS = 64, 64, 3
 WHOLE = portable.WHOLE
 CHUNK_REGISTERS = {1: 128, 2: 168}  # of a thread, by key heads: four or three programs an SM
-SHORTEST = 1024
-"""Tokens of a segment, at least: its transition takes then half of what its values take."""
+SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
+"""Tokens of a segment: what a plan may choose."""
+STATE_TOKENS, ROOM = 512, 0.45
+"""A segment's state and transition take as much memory as the values of so many tokens; all of them
+together may take this part of v, so that the workspace stays below 1.5 times v."""
 CHUNK_US = {64: 0.85, 128: 1.5}
 EFFECT_US, JOIN_US, LAUNCH_US = 1.0, 1.5, 4.0
 """Microseconds, H200, 2026-11-15: a chunk by BLOCK_V, a chunk of a segment's effect, one join, and
@@ -47,14 +50,15 @@ def plan(p: DeltaProblem, processors: int) -> Plan:
     best = _serial(sequences * p.HV, chunks, processors), Plan(0, _width(p, 1, processors))
     if p.batch_invariant:
         return best[1]
-    segment = SHORTEST
-    while segment < longest:
+    room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
+    for segment in SEGMENTS:
+        if segment >= longest or portable.units_of(p, segment, tail=False) > room:
+            continue
         segments, length = -(-longest // segment), segment // CHUNK
         effects = -(-sequences * (segments - 1) * p.HV * 2 // processors)
         cost = effects * length * EFFECT_US + segments * JOIN_US + 2 * LAUNCH_US
         cost += _serial(sequences * segments * p.HV, length, processors)
         best = min(best, (cost, Plan(segment, _width(p, segments, processors))))
-        segment *= 2
     return best[1]
 
 

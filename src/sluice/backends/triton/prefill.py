@@ -64,7 +64,7 @@ def plan(p: DeltaProblem, processors: int) -> Plan:
         return Plan(0, wide, 4, STAGES)
     longest = p.T if not p.varlen else p.T // max(p.N, 1)
     if 4 * programs <= processors and longest >= 8192:
-        return Plan(max(1024, triton.next_power_of_2(longest // 16)), wide, 4, min(STAGES, 2))
+        return Plan(max(2048, triton.next_power_of_2(longest // 16)), wide, 4, min(STAGES, 2))
     return Plan(0, narrow, 4, STAGES)
 
 
