@@ -28,8 +28,9 @@ STATE_TOKENS, ROOM = 512, 0.45
 together may take this part of v, so that the workspace stays below 1.5 times v."""
 CHUNK_US = {64: 0.85, 128: 1.5}
 EFFECT_US, JOIN_US, LAUNCH_US = 1.0, 1.5, 4.0
-"""Microseconds, H200, 2026-11-15: a chunk by BLOCK_V, a chunk of a segment's effect, one join, and
-a launch more."""
+"""Weights of the plan's model: a chunk by BLOCK_V, a chunk of a segment's effect, one join, and a
+launch more. They were guessed in microseconds, and measured a chunk takes 1.3 to 1.4 and about 2.9;
+the plans that follow from these weights are the ones that were timed (docs/kernels/prefill.md)."""
 
 
 class Plan(NamedTuple):

@@ -10,9 +10,9 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from sluice.backends.triton import configs
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import dense, launch, strides
 from sluice.backends.triton.prefill_chunks import (
@@ -54,17 +54,17 @@ def plan(p: DeltaProblem, processors: int) -> Plan:
     if p.dtype == torch.float32 or p.K > 128:
         # with one stage K = 256 spills 152 bytes on Hopper, and its results are wrong (Triton 3.6)
         stages = 1 if p.dtype == torch.float32 else min(STAGES, 2)
-        return Plan(0, min(32, max(16, triton.next_power_of_2(p.V))), 4, stages)
-    wide = min(64, max(16, triton.next_power_of_2(p.V)))
+        return Plan(0, min(32, max(16, configs.power_of_two(p.V))), 4, stages)
+    wide = min(64, max(16, configs.power_of_two(p.V)))
     narrow = min(32, wide)
     if p.batch_invariant:
         return Plan(0, wide, 4, STAGES)
-    programs = p.N * p.HV * triton.cdiv(p.V, narrow)
+    programs = p.N * p.HV * configs.blocks(p.V, narrow)
     if programs > processors:
         return Plan(0, wide, 4, STAGES)
     longest = p.T if not p.varlen else p.T // max(p.N, 1)
     if 4 * programs <= processors and longest >= 8192:
-        return Plan(max(2048, triton.next_power_of_2(longest // 16)), wide, 4, min(STAGES, 2))
+        return Plan(max(2048, configs.power_of_two(longest // 16)), wide, 4, min(STAGES, 2))
     return Plan(0, narrow, 4, STAGES)
 
 
@@ -87,10 +87,10 @@ def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
 def run_per_key(p: DeltaProblem, t: DeltaTensors) -> None:
     """Decay per key: one kernel, no workspace, no split."""
     rows, kept = t.rows, t.checkpoint_slots
-    block = min(32 if p.K <= 128 else 16, max(16, triton.next_power_of_2(p.V)))
+    block = min(32 if p.K <= 128 else 16, max(16, configs.power_of_two(p.V)))
     launch(
         prefill_key_kernel,
-        units_of(p, WHOLE, tail=True) * p.HV * triton.cdiv(p.V, block),
+        units_of(p, WHOLE, tail=True) * p.HV * configs.blocks(p.V, block),
         Config(num_warps=4),
         p.device,
         q_ptr=t.q,
@@ -128,7 +128,7 @@ def run_per_key(p: DeltaProblem, t: DeltaTensors) -> None:
         HV=p.HV,
         K=p.K,
         V=p.V,
-        BLOCK_K=max(16, triton.next_power_of_2(p.K)),
+        BLOCK_K=max(16, configs.power_of_two(p.K)),
         BLOCK_V=block,
         NORM=p.normalize_qk,
         STATE_KV=p.state_layout == "kv",
@@ -149,7 +149,7 @@ class Parts(NamedTuple):
 def chunk_parts(p: DeltaProblem, t: DeltaTensors, scale: float = 1.0) -> Parts:
     """The parallel half: run prefill_chunks.py's kernels over all chunks; P is times ``scale``."""
     tokens, exact = p.B * p.T, p.dtype == torch.float32
-    BLOCK_K = max(16, triton.next_power_of_2(p.K))
+    BLOCK_K = max(16, configs.power_of_two(p.K))
     empty = functools.partial(torch.empty, device=p.device)
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype) if p.delta else None
     products = empty(tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16)
@@ -216,7 +216,7 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors, scale: float = 1.0) -> Parts:
 def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
     """Serve ``prefill`` by a given plan."""
     a, products, p_scale, g2, r_q, r_k = chunk_parts(p, t)
-    BLOCK_K = max(16, triton.next_power_of_2(p.K))
+    BLOCK_K = max(16, configs.power_of_two(p.K))
     rows, sizes = t.rows, {"cu_seqlens_ptr": dense(t.rows.cu_seqlens), "N": p.N, "T": p.T}
     exact = p.dtype == torch.float32
     precision = EXACT if exact else "tf32"
@@ -249,13 +249,13 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
         "stride_state_p": t.state.stride(0),
         "STATE_KV": p.state_layout == "kv",
     }
-    blocks = triton.cdiv(p.V, plan.BLOCK_V)
+    blocks = configs.blocks(p.V, plan.BLOCK_V)
     joined = None
     if plan.segment and plan.segment < p.T:
         joined = torch.empty(units, p.HV, p.K, p.V + p.K, dtype=torch.float32, device=p.device)
         launch(
             prefill_segments_kernel,
-            units * p.HV * (blocks + triton.cdiv(p.K, plan.BLOCK_V)),
+            units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V)),
             config,
             p.device,
             **common,
@@ -295,7 +295,7 @@ def join(p: DeltaProblem, t: DeltaTensors, joined: Tensor, segment: int) -> None
     rows = t.rows
     launch(
         prefill_join_kernel,
-        p.N * p.HV * triton.cdiv(p.V, JOIN_BLOCK_V),
+        p.N * p.HV * configs.blocks(p.V, JOIN_BLOCK_V),
         Config(num_warps=8),
         p.device,
         joined_ptr=joined,
@@ -311,7 +311,7 @@ def join(p: DeltaProblem, t: DeltaTensors, joined: Tensor, segment: int) -> None
         HV=p.HV,
         K=p.K,
         V=p.V,
-        BLOCK_K=max(16, triton.next_power_of_2(p.K)),
+        BLOCK_K=max(16, configs.power_of_two(p.K)),
         BLOCK_V=JOIN_BLOCK_V,
         PRECISION=EXACT,
         STATE_KV=p.state_layout == "kv",
@@ -321,5 +321,5 @@ def join(p: DeltaProblem, t: DeltaTensors, joined: Tensor, segment: int) -> None
 def units_of(p: DeltaProblem, size: int, *, tail: bool) -> int:
     """Work units of ``size`` tokens, as ``find_sequence`` counts them; at least one a sequence."""
     if not p.varlen:
-        return p.N * max(triton.cdiv(p.T, size), 1)
+        return p.N * max(configs.blocks(p.T, size), 1)
     return p.T // size + p.N + (1 if tail else 0)
