@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 import sluice
-from sluice.backends.triton import configs
+from sluice.backends.triton import configs, launch
 from sluice.backends.triton.configs import ANY, KEEP, STREAM, Config, Row
 from sluice.backends.triton.tiles import begin
 
@@ -151,10 +151,12 @@ def replaced(owner: Any, name: Any, value: Any) -> Iterator[None]:
     saved = owner[name] if table else getattr(owner, name)
     put = owner.__setitem__ if table else lambda n, v: setattr(owner, n, v)
     put(name, value)
+    launch.forget()
     try:
         yield
     finally:
         put(name, saved)
+        launch.forget()
 
 
 def brief(config: Config | None) -> str:

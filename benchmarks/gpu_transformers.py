@@ -3,12 +3,17 @@
     PYTHONPATH=src python benchmarks/gpu_transformers.py --fla-path DIR      # a GPU, bfloat16
     PYTHONPATH=src python benchmarks/gpu_transformers.py --device cpu        # in miniature
 
-One model object, the same weights: measured as it comes, then after ``sluice.accelerate``. Nothing
-is timed before the two agree: each gated delta layer against the same layer in float32, and 64
-greedy tokens. Three times are given for prefill and decode: the whole model, the gated delta layers
-in it (hooks around them), and what lies between their projections ("core": the layers without their
-six linear children). On a GPU decode is also measured as a CUDA graph of the layers alone, where
-the host's launches cost nothing.
+One model object, the same weights: stock and after ``sluice.accelerate`` in turn, each row twice
+(accelerated, stock, accelerated, stock), of which the second counts. Nothing is timed before the
+two agree: each gated delta layer against the same layer in float32, and 64 greedy tokens. Three
+times are given for prefill and decode: the whole model, the gated delta layers in it (marks around
+them, none inside), and what lies between their projections ("core": the same marks, while the
+layers' linear children hand out stored results). On a GPU decode is also measured as a CUDA graph
+of the layers alone, where the host's launches cost nothing.
+
+Full attention runs without cuDNN unless ``--cudnn-attention`` is given: cuDNN builds a plan for
+each length of the cache it has not seen, so every decoded token of the model that is measured first
+pays for one, and the second model finds them all. What a new length costs is printed.
 """
 
 # ruff: noqa: T201
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import statistics
 import sys
@@ -46,7 +52,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", help="of decode: 1,16,64, or 1,4 on a CPU")
     parser.add_argument("--context", type=int, default=256, help="tokens before decode")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of decode")
-    parser.add_argument("--time-limit", type=float, default=140, help="seconds; then no more rows")
+    parser.add_argument("--time-limit", type=float, default=200, help="seconds; then no more rows")
+    parser.add_argument(
+        "--cudnn-attention", action="store_true", help="let torch choose cuDNN for full attention"
+    )
     parser.add_argument("--json", type=Path, help="write the rows there too")
     args = parser.parse_args()
     cpu = args.device == "cpu"
@@ -183,33 +192,49 @@ class Clock:
 
     def __init__(self, device: str) -> None:
         self.gpu = device.startswith("cuda")
+        self.spare: list[Any] = []  # made before they are needed, not while something is timed
 
     def mark(self) -> Any:
         if not self.gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def ms(self, start: Any, stop: Any) -> float:
         return start.elapsed_time(stop) if self.gpu else (stop - start) * 1e3
 
-    def wait(self) -> None:
+    def ready(self) -> None:
+        """Nothing left to do on the device, and marks at hand."""
         if self.gpu:
+            while len(self.spare) < 64:
+                self.spare.append(torch.cuda.Event(enable_timing=True))
+                self.spare[-1].record()  # which is when torch makes it
             torch.cuda.synchronize()
+
+    def warm(self, seconds: float = 0.3) -> None:
+        """Bring the device to the clocks it has under load."""
+        gc.collect()
+        if self.gpu:
+            x = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+            until = time.perf_counter() + seconds
+            while time.perf_counter() < until:
+                for _ in range(20):
+                    x @ x
+                torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
-def marked(modules: list[nn.Module], clock: Clock) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
-    """Within this scope, each call of these modules, nested or not, is listed with its span."""
-    spans: list[tuple[nn.Module, Any, Any]] = []
-    open_: list[Any] = []
+def marked(modules: list[nn.Module], clock: Clock) -> Iterator[list[tuple[Any, Any]]]:
+    """Within this scope, each call of these modules is listed with its span."""
+    spans: list[tuple[Any, Any]] = []
+    begun: list[Any] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        open_.append(clock.mark())
+        begun.append(clock.mark())
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
-        spans.append((module, open_.pop(), clock.mark()))
+        spans.append((begun.pop(), clock.mark()))
 
     hooks = [module.register_forward_pre_hook(enter) for module in modules]
     hooks += [module.register_forward_hook(leave) for module in modules]
@@ -220,31 +245,52 @@ def marked(modules: list[nn.Module], clock: Clock) -> Iterator[list[tuple[nn.Mod
             hook.remove()
 
 
+@contextlib.contextmanager
+def answering(modules: list[nn.Module], run: Run) -> Iterator[None]:
+    """Within this scope, these modules hand out what they gave in one run, at once.
+
+    Hooks on them would be timed with the layers around them, and weigh as much as they do.
+    """
+    given: dict[nn.Module, Tensor] = {}
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        given[module] = out
+
+    hooks = [module.register_forward_hook(keep) for module in modules]
+    run(0)
+    for hook in hooks:
+        hook.remove()
+    for module in modules:
+        module.__dict__["forward"] = lambda x, out=given[module]: out
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
+
+
 def median_of(run: Run, n: int, clock: Clock) -> float:
     """ms of a run."""
     found = []
     for i in range(n):
-        clock.wait()
+        clock.ready()
         start = clock.mark()
         run(i)
         stop = clock.mark()
-        clock.wait()
+        clock.ready()
         found.append(clock.ms(start, stop))
     return statistics.median(found)
 
 
-def median_inside(
-    run: Run, n: int, clock: Clock, layers: list[nn.Module], without: list[nn.Module]
-) -> float:
-    """ms of all calls of ``layers`` in a run, less those of the modules ``without`` in them."""
+def median_inside(run: Run, n: int, clock: Clock, layers: list[nn.Module]) -> float:
+    """ms of all calls of ``layers`` in a run."""
     found = []
     for i in range(n):
-        clock.wait()
-        with marked([*layers, *without], clock) as spans:
+        clock.ready()
+        with marked(layers, clock) as spans:
             run(i)
-        clock.wait()
-        sign = {**dict.fromkeys(layers, 1), **dict.fromkeys(without, -1)}
-        found.append(sum(sign[module] * clock.ms(*span) for module, *span in spans))
+        clock.ready()
+        found.append(sum(clock.ms(*span) for span in spans))
     return statistics.median(found)
 
 
@@ -252,11 +298,10 @@ def three(run: Run, n: int, model: nn.Module, clock: Clock) -> dict[str, float]:
     """The whole model, its gated delta layers, and what lies between their projections."""
     layers = gated_layers(model)
     linears = [m for layer in layers for m in layer.children() if isinstance(m, nn.Linear)]
-    return {
-        "model": median_of(run, n, clock),
-        "layers": median_inside(run, n, clock, layers, []),
-        "core": median_inside(run, n, clock, layers, linears),
-    }
+    found = {"model": median_of(run, n, clock), "layers": median_inside(run, n, clock, layers)}
+    with answering(linears, run):
+        found["core"] = median_inside(run, n, clock, layers)
+    return found
 
 
 def prefill(model: nn.Module, args: argparse.Namespace, clock: Clock) -> dict[str, float]:
@@ -267,6 +312,7 @@ def prefill(model: nn.Module, args: argparse.Namespace, clock: Clock) -> dict[st
 
     for i in range(2):
         run(i)
+    clock.warm()
     return three(run, 3 if args.device == "cpu" else 5, model, clock)
 
 
@@ -280,6 +326,7 @@ def decode(model: nn.Module, args: argparse.Namespace, clock: Clock, B: int) -> 
 
     for i in range(5):
         run(i)
+    clock.warm()
     found = three(run, args.steps, model, clock)
     if clock.gpu:
         found["graph"] = graph_of_layers(model, cache, token, args)
@@ -310,6 +357,7 @@ def graph_of_layers(model: nn.Module, cache: Any, token: Tensor, args: argparse.
         torch.cuda.synchronize()
         return float("nan")
     clock = Clock("cuda")
+    clock.warm()
     for _ in range(5):
         graph.replay()
     return median_of(lambda _: graph.replay(), 50, clock)
@@ -329,7 +377,7 @@ def measure(model: nn.Module, args: argparse.Namespace) -> tuple[Rows, Rows]:
         if time.perf_counter() - STARTED > args.time_limit:
             print(f"no time for {title}")
             continue
-        for _ in range(2):  # the second counts: the first warms up the rest of the model, too
+        for _ in range(2):  # the second counts: in the first, either one compiles and tunes
             sluice.accelerate(model)
             ours[title] = row()
             sluice.restore(model)
@@ -349,6 +397,34 @@ def show(stock: Rows, ours: Rows) -> None:
             a, b = stock[title].get(part), ours[title].get(part)
             line += f"{'':30}" if a is None or b is None else f"{a:12.3f}{b:10.3f}{a / b:8.2f}"
         print(line)
+
+
+def new_lengths(args: argparse.Namespace) -> str:
+    """What full attention of one token costs the first time a cache has this length, and again."""
+    config = {"device": args.device, "dtype": args.dtype}
+    clock, first, again = Clock(args.device), [], []
+    q = torch.randn(1, 16, 1, 256, **config)
+    for length in range(args.context, args.context + 8):
+        k = torch.randn(1, 16, length, 256, **config)
+        for found in (first, again):
+            clock.ready()
+            begun = time.perf_counter()
+            nn.functional.scaled_dot_product_attention(q, k, k)
+            clock.ready()
+            found.append((time.perf_counter() - begun) * 1e3)
+    return (
+        f"{statistics.median(first):.2f} ms at a new length, {statistics.median(again):.2f} again"
+    )
+
+
+def choose_attention(args: argparse.Namespace) -> None:
+    """Full attention without cuDNN, unless asked for; both are the same for either model."""
+    if not args.device.startswith("cuda"):
+        return
+    print(f"full attention as torch chooses: {new_lengths(args)}")
+    if not args.cudnn_attention:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        print(f"full attention without cuDNN: {new_lengths(args)}", flush=True)
 
 
 def described(args: argparse.Namespace) -> str:
@@ -373,18 +449,19 @@ def main() -> None:
     from sluice.settings import for_peers
 
     for_peers()
+    choose_attention(args)
     model = build(args)
     print(described(args), flush=True)
+    print(f"built after {time.perf_counter() - STARTED:.0f} s", flush=True)
     stock_answers = answers(model, args, None)
     sluice.accelerate(model)
     agree(stock_answers, answers(model, args, stock_answers["tokens"]), args.dtype)
     sluice.restore(model)
     print(f"checked after {time.perf_counter() - STARTED:.0f} s", flush=True)
     stock, ours = measure(model, args)
-    show(stock, ours)
-    print(f"{time.perf_counter() - STARTED:.0f} s in all")
     if args.json:
         args.json.write_text(json.dumps({"stock": stock, "sluice": ours}, indent=1), "utf-8")
+    show(stock, ours)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,11 @@ def problem_of(op: Operator, t: Any, o: Any) -> Problem:
     The very same object means the same shapes, strides, dtypes and options.
     """
     try:
-        key = (op.name, o, *[x if x is None else _metadata(x) for x in _flat(t)])
+        key = (
+            op.name,
+            o,
+            *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in _flat(t)],
+        )
         problem = _problems.get(key)
     except (AttributeError, TypeError):  # not a tensor, or an option without a hash: named there
         op.check(t, o)
@@ -230,10 +234,6 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise SluiceError(_NO_GRADIENT.format(ctx.op))
-
-
-def _metadata(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.device
 
 
 def _flat(t: Any) -> list[Tensor | None]:

@@ -115,6 +115,7 @@ def qla_as_chunk_gated_delta_rule(
     auto_cp=True, enable_fwd_cp_cache=True,
 ):  # fmt: skip
     assert q.dtype in (torch.bfloat16, torch.float16)
+    assert cu_seqlens is None or q.shape[0] == v.shape[0] == g.shape[0] == 1
     return chunk_gated_delta_rule(
         q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
         state_v_first=state_v_first,
@@ -127,7 +128,9 @@ def flashinfer_as_chunk_gated_delta_rule(
     state_indices=None, max_seqlen=None,
 ):  # fmt: skip
     assert all(x.is_contiguous() and x.ndim == 3 for x in (q, k, v))
-    assert g.dtype == beta.dtype == torch.float32
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (g, beta))
+    assert type(max_seqlen) is int
+    assert -(-len(q) // (len(cu_seqlens) - 1)) <= max_seqlen <= len(q)
     assert output_state is initial_state
     o, _ = sluice.prefill(
         q, k, v, g.log(), beta, state=initial_state, slots=state_indices, cu_seqlens=cu_seqlens
@@ -142,6 +145,9 @@ def gated_delta_rule_decode_pretranspose(
     intermediate_states_buffer=None, disable_state_update=False, backend="auto",
 ):  # fmt: skip
     assert state is None
+    assert q.shape[1] > 1 or (intermediate_states_buffer is None and not disable_state_update)
+    if intermediate_states_buffer is not None:
+        assert intermediate_states_buffer.dtype == initial_state.dtype
     work = initial_state.clone() if disable_state_update else initial_state
     for t in range(q.shape[1]):
         now = [x[:, t : t + 1] for x in (q, k, v, a, b)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,33 +116,100 @@ class Spy:
         self.closed = True
 
 
-def test_helpers_compile_the_prefills_of_further_heads(small, monkeypatch):
+def crew_of(monkeypatch, names):
+    """A crew of spies: the helpers it begins, the runners, itself."""
     helpers = []
     monkeypatch.setattr(
         ahead, "Worker", lambda *a, **k: helpers.append(Spy(*a, **k)) or helpers[-1]
     )
-    chosen = [
+    runners = {name: Spy() for name in names}
+    return helpers, runners, ahead.Crew(runners, options(isolate=True), time.monotonic() + 9)
+
+
+def test_helpers_compile_what_is_found_on_disk(small, monkeypatch):
+    names = ("flashqla", "flashinfer", "sluice:separate", "torch")
+    helpers, runners, crew = crew_of(monkeypatch, names)
+    prefill, many, other = (
         small("prefill", "9"),
-        small("decode", "N=1", tp=8),
+        small("prefill", "3x9"),
         small("prefill", "7", tp=8),
-    ]
-    runners = {name: Spy() for name in ("flashqla", "flashinfer", "sluice:separate", "torch")}
-    crew = ahead.Crew(chosen, runners, options(isolate=True), time.monotonic() + 9)
+    )
+    decode = small("decode", "N=1", tp=8)
+    chosen = [prefill, many, other, decode, small("prefill", "11")]
     for workload in chosen:
         crew.send(workload, "file")
-    (helper,) = helpers  # for the one whose kernels are found on disk, and for its further heads
-    assert helper.arguments[0] == "flashqla"
-    assert helper.options == {"caches": "shared"}
-    assert helper.asked == [("prime", chosen[2])]
-    assert runners["flashqla"].asked == [("prime", chosen[0]), ("prime", chosen[1])]
-    assert [w for _, w in runners["flashinfer"].asked] == chosen
-    assert [w for _, w in runners["sluice:separate"].asked] == chosen
+    asked = [(x.arguments[0], [w for _, w in x.asked]) for x in helpers]
+    # one for each number of heads, and for prompts that are divided; decode's alone on disk
+    assert asked == [
+        ("flashqla", [prefill, chosen[4]]),
+        ("flashqla", [many]),
+        ("flashqla", [other]),
+        ("flashinfer", [decode]),
+    ]
+    assert all(x.options == {"caches": "shared"} for x in helpers)
+    assert {how for x in helpers for how, _ in x.asked} == {"compile"}
+    assert {how for x in runners.values() for how, _ in x.asked} == {"prime"}
+    assert [w for _, w in runners["flashqla"].asked] == [decode]
+    assert [w for _, w in runners["flashinfer"].asked] == [w for w in chosen if w is not decode]
+    assert [w for _, w in runners["sluice:separate"].asked] == chosen  # shares with sluice
     assert not runners["torch"].asked  # compiles nothing
     noted = []
     crew.wait(lambda name, workload, seconds: noted.append((name, workload.name)))
-    assert len(noted) == 9
+    assert len(noted) == 15
     crew.close()
-    assert helper.closed
+    assert all(x.closed for x in helpers)
+
+
+def test_what_has_the_same_kernels_is_tuned_once(small, monkeypatch):
+    """FLA's norms are tuned anew for every 65,536 rows, its prefill for other heads only."""
+    _, _, crew = crew_of(monkeypatch, ("fla", "sluice"))
+    chosen = [small("prefill", "9"), small("prefill", "3x5"), small("prefill", "9", raw=True)]
+    chosen += [small("conv_qkv", "9"), small("conv_qkv", "5"), small("conv_qkv", "40000")]
+    chosen += [small("conv_qkv", "N=2"), small("decode", "N=1"), small("decode", "N=2")]
+    for workload in chosen:
+        crew.send(workload, "file")
+    late = [chosen[n] for n in (0, 2, 3, 5, 6)]
+    assert [w for _, w, _ in crew.late] == late
+    # decode has nothing to choose: both are compiled, and not by the one that tunes
+    assert [w for n, _, w in crew.sent if n == "fla"] == [*late, *chosen[7:]]
+    assert [w for n, _, w in crew.sent if n == "sluice"] == chosen
+    crew.close()
+
+
+def test_one_of_each_kind_comes_first(small):
+    a, b = small("prefill", "9"), small("prefill", "11")
+    c, d, e = small("prefill", "2x9"), small("prefill", "9", tp=8), small("decode", "N=1")
+    assert ahead.spread([a, b, c, d, e]) == [a, c, d, e, b]
+
+
+def test_time_is_kept_for_those_who_measure_to_choose(small, monkeypatch):
+    monkeypatch.setattr(ahead, "Worker", Spy)
+    seen = {}
+
+    class Notes(Spy):
+        def send(self, method, *arguments):
+            seen.setdefault(self.arguments or "runner", arguments[-1])
+
+    monkeypatch.setattr(ahead, "Worker", lambda name, *a, **k: Notes(name))
+    workload = small("prefill", "9")
+    sources = ahead.Sources([workload], options(isolate=True))
+    begin = time.monotonic()
+    ahead.compile_all(
+        [workload], {"fla": Notes()}, sources, options(isolate=True), begin + 100, lambda *_: None
+    )
+    sources.close()
+    assert seen["runner"] == begin + 100
+    assert seen[("fla",)] == pytest.approx(begin + 70, abs=5)
+
+
+def test_rows_have_as_much_time_as_they_take(small, monkeypatch):
+    """All but what the rows take is for what comes before them, and a share at the least."""
+    ends = []
+    monkeypatch.setattr(run, "compile_all", lambda *a: ends.append(a[4]) or {})
+    for limit, count in ((440.0, 74), (100.0, 74)):
+        asked = options(isolate=True, time_limit=limit)
+        run._ahead([small("decode", "N=1")] * count, {}, None, asked, None, 0.0)
+    assert ends == [440.0 - 74 * ahead.ROW_SECONDS, 100.0 * ahead.SHARE]
 
 
 def test_who_tunes_has_everything_compiled_by_helpers_and_measures_alone_at_the_end(
@@ -166,8 +235,8 @@ def test_who_tunes_has_everything_compiled_by_helpers_and_measures_alone_at_the_
     sources.close()
     names = [w.name for w in chosen]
     assert order[:3] == [(("fla",), name) for name in names]
-    assert [who for who, _ in order[3:5]] == [("helper closed",)] * 2
-    assert order[5:] == [(("runner",), name) for name in names]
+    assert [who for who, _ in order[3:6]] == [("helper closed",)] * 3
+    assert order[6:] == [(("runner",), names[0]), (("runner",), names[2])]  # decode has one form
 
 
 def test_a_runner_that_breaks_while_it_compiles_begins_again(small):
@@ -180,8 +249,8 @@ def test_a_runner_that_breaks_while_it_compiles_begins_again(small):
             return None, len(self.asked) == 2
 
     chosen = [small("decode", "N=1"), small("decode", "N=2")]
-    runners = {"sluice:separate": Dies(), "flashqla": Spoilt(), "flashinfer": Spy()}
-    crew = ahead.Crew(chosen, runners, options(isolate=True), time.monotonic() + 9)
+    runners = {"sluice:separate": Dies(), "sluice": Spoilt(), "sluice:invariant": Spy()}
+    crew = ahead.Crew(runners, options(isolate=True), time.monotonic() + 9)
     for workload in chosen:
         crew.send(workload, "file")
     crew.wait(lambda *_: None)
@@ -202,16 +271,59 @@ def test_priming_runs_a_workload_once_and_judges_nothing(small):
     sources.close()
 
 
+def test_a_helper_measures_nothing(small, monkeypatch):
+    """Triton's tuner asks for its clock when a kernel is first called: a helper has none."""
+    calls = []
+    testing = SimpleNamespace(do_bench=lambda *_, **__: calls.append("measured"))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(testing=testing))
+    monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    session = sessions.Session("torch", "cpu", 1)
+    inner = session.provider.prepare
+
+    def prepare(job):
+        done = testing.do_bench(lambda: calls.append("run"), quantiles=(0.5, 0.2, 0.8))
+        calls.append(done)
+        return inner(job)
+
+    monkeypatch.setattr(session.provider, "prepare", prepare)
+    workload = small("decode", "N=1")
+    sources = ahead.Sources([workload], options(isolate=True))
+    later = time.monotonic() + 60
+    assert session.compile(workload, torch.float32, sources.take(workload), later)[0] > 0
+    assert calls == ["run", [0.0, 0.0, 0.0]]
+    session.prime(workload, torch.float32, sources.take(workload), later)
+    assert calls[2:] == ["measured", None]
+    sources.close()
+
+
 def test_a_run_with_everything_ahead_gives_the_same_rows(small, monkeypatch):
     monkeypatch.setattr(type(provider("torch")), "compiles", "process")
+    monkeypatch.setattr(run, "SLOW_SECONDS", 0.0)
     chosen = [small("decode", "N=1"), small("prefill", "9"), small("rms_norm_gated", "5")]
     said = []
     asked = options(isolate=True, ahead=True, first_calls=True, providers=("torch",))
     results = run.run(chosen, asked, said.append)
     assert said[2] == "inputs, answers and kernels"
+    spent = results.run["ahead"]
+    assert list(spent) == ["inputs_s", "kernels_s", "tuning_s", "slow"]
+    assert 0 <= spent["inputs_s"] + spent["kernels_s"] < results.run["seconds"] + 0.2
+    assert [x[:2] for x in spent["slow"]] == [("torch", chosen[0].name), ("torch", chosen[2].name)]
     assert [row.status for row in results.rows] == ["ok", "refused", "ok"]
     firsts = [(x["provider"], x["op"]) for x in results.first_calls]
     assert firsts == [("torch", "decode"), ("torch", "rms_norm_gated")]
+
+
+def test_a_run_with_a_helper_gives_the_same_rows(small, monkeypatch):
+    """The prefill is compiled by a third process, the rest by sluice's own."""
+    begun = []
+    inner = ahead.Worker
+    monkeypatch.setattr(ahead, "Worker", lambda *a, **k: begun.append(inner(*a, **k)) or begun[-1])
+    chosen = [small("prefill", "9"), small("decode", "N=1")]
+    asked = options(isolate=True, ahead=True, providers=("sluice",))
+    results = run.run(chosen, asked, lambda _: None)
+    assert [row.status for row in results.rows] == ["ok", "ok"]
+    (helper,) = begun
+    assert helper.process.poll() is not None  # gone before the first row
 
 
 def test_an_oracle_short_of_memory_is_asked_again_when_its_turn_comes(small, monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tests.bench.sample import sample
 
 from sluice import cli
@@ -50,6 +51,17 @@ def test_backends_of_sluice_are_rows_of_their_own(capsys):
     chosen = ["decode", "--batch", "1", "--peers", "none", "--backends", "reference"]
     assert bench(*chosen, *TINY) == 0
     assert "sluice:reference (reference)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("narrow", [[], ["decode"], ["--peers", "none"]])
+def test_the_whole_surface_on_a_gpu_has_sluice_in_other_ways(narrow, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    peers = [] if "none" in narrow else ["--peers", "fla"]
+    assert bench("--device", "cuda", *narrow, *peers, "--list") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    whole = "providers: sluice, sluice:separate, sluice:invariant, sluice:triton, fla"
+    expected = {0: whole, 1: "providers: sluice, fla", 2: "providers: sluice"}
+    assert last == expected[len(narrow)]
 
 
 def test_results_can_be_shown_again(tmp_path, capsys):

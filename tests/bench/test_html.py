@@ -12,6 +12,7 @@ import pytest
 from tests.bench.sample import sample
 
 from sluice.bench import html
+from sluice.bench.results import Row
 
 CHARTS = ("glance", "scaling", "roofline", "heat", "cold")
 ARTIFACTS = Path(__file__).parents[2] / "artifacts"  # ignored by git
@@ -68,6 +69,35 @@ def test_the_table_is_there_without_a_script(page):
     assert "pip install it" in text
 
 
+def test_ways_to_call_sluice_that_there_is_no_need_for_are_no_news(tmp_path):
+    results = sample()
+    first = results.workloads[0]["name"]
+    for name in ("sluice:triton", "fla"):
+        results.rows.append(Row(first, name, "refused", f"because of {name}"))
+    text = html.page(results).split("<script")[0]
+    assert "because of fla" in text
+    assert "because of sluice:triton" not in text
+
+
+def test_rows_of_one_operator_can_be_looked_at(page, chromium):
+    probe = """<script>
+      const shown = () => [...document.querySelectorAll("tr[data-op]")].filter((x) => !x.hidden);
+      const all = shown().length;
+      const buttons = [...document.querySelectorAll("#pick-rows button")];
+      buttons.find((x) => x.innerText === "decode").click();
+      const kinds = new Set(shown().map((x) => x.dataset.op));
+      document.title = `${all} then ${shown().length} of ${[...kinds]}`;
+    </script></body>"""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", probe), encoding="utf-8")
+    done = chromium(page, "--dump-dom")
+    assert console(done) == []
+    found = re.search(r"<title>(\d+) then (\d+) of (\w+)</title>", done.stdout)
+    assert found
+    assert int(found[1]) > int(found[2]) > 10
+    assert found[3] == "decode"
+
+
 def test_text_of_others_cannot_end_the_script():
     results = sample()
     results.rows[0].status = "error"
@@ -89,6 +119,8 @@ def test_every_chart_is_drawn_and_the_console_stays_silent(page, chromium):
     # providers as lines, one circle for each point
     assert done.stdout.count("<circle") > 100
     assert done.stdout.count("<option") > 4
+    # the cold starts were measured; where they were not, their place is not shown
+    assert not re.search(r'<section aria-labelledby="h-cold" hidden', done.stdout)
 
 
 def test_results_with_nothing_in_them_make_a_page_too(tmp_path, chromium):
@@ -99,6 +131,7 @@ def test_results_with_nothing_in_them_make_a_page_too(tmp_path, chromium):
     done = chromium(path, "--dump-dom")
     assert console(done) == []
     assert done.stdout.count('<p class="empty">') == len(CHARTS)
+    assert re.search(r'<section aria-labelledby="h-cold" hidden', done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from tests.bench import stand_ins
 
 import sluice
-from sluice.bench.providers import MODULES, PEERS, provider
-from sluice.bench.providers.base import Call
+from sluice import dispatch
+from sluice.bench.providers import MODULES, PEERS, pipeline, provider
+from sluice.bench.providers.base import Call, Job
 from sluice.bench.session import Session
 
 CPU = {
@@ -108,7 +110,6 @@ def test_a_layer_around_a_peers_recurrence_needs_fla(name, judge, monkeypatch):
 
 def test_invariant_and_separate_are_what_they_say(small, monkeypatch):
     """One asks prefill for it; the other never calls what is fused."""
-    from sluice.bench.providers.base import Job
 
     def job(op, size):
         workload = small(op, size)
@@ -136,8 +137,14 @@ def test_invariant_and_separate_are_what_they_say(small, monkeypatch):
 def test_gpu_providers_keep_a_bfloat16_state(judge, monkeypatch):
     stand_ins.fla(monkeypatch)
     stand_ins.others(monkeypatch)
-    for name in ("fla", "flashinfer"):
-        verdict = judge(name, "decode", "N=2", torch.bfloat16, state_dtype=torch.bfloat16)
+    served = (
+        ("fla", "decode"),
+        ("fla", "step"),
+        ("flashinfer", "decode"),
+        ("flashinfer", "verify"),
+    )
+    for name, op in served:
+        verdict = judge(name, op, "N=2", torch.bfloat16, state_dtype=torch.bfloat16)
         assert verdict["status"] == "ok", verdict["reason"]
 
 
@@ -155,6 +162,15 @@ def test_gpu_providers_keep_a_bfloat16_state(judge, monkeypatch):
 )
 def test_what_is_not_there_is_refused_with_a_reason(name, op, size, reason, judge):
     verdict = judge(name, op, size)
+    assert verdict["status"] == "refused"
+    assert reason in verdict["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("flashqla", "has no step"), ("flashinfer", "no gated norm")]
+)
+def test_a_peer_without_a_step_says_so(name, reason, judge):
+    verdict = judge(name, "step", "N=2", torch.bfloat16)
     assert verdict["status"] == "refused"
     assert reason in verdict["reason"]
 
@@ -270,3 +286,33 @@ def test_the_backend_that_serves_is_named(judge):
     verdict = judge("sluice:reference", "layer", "2x9")
     assert verdict["detail"] == "reference"
     assert judge("sluice", "prefill", "70")["detail"]
+
+
+def test_a_backend_alone_is_measured_where_another_serves(judge, monkeypatch):
+    """Otherwise it would be sluice's own row once more."""
+    served = judge("sluice", "prefill", "9")["detail"]
+    verdict = judge(f"sluice:{served}", "prefill", "9")
+    assert verdict["status"] == "refused"
+    assert verdict["reason"] == f"sluice is served by {served} here: the same row"
+    assert judge("sluice:reference", "prefill", "9")["status"] == "ok"
+    # a layer is several calls: one of them by another backend is enough
+    inner = dispatch.explain_problem
+
+    def mixed(problem, backend):
+        found = inner(problem, backend)
+        other = backend is None and problem.op == "prefill"
+        return dataclasses.replace(found, chosen="hopper") if other else found
+
+    monkeypatch.setattr(dispatch, "explain_problem", mixed)
+    assert judge(f"sluice:{served}", "layer", "9")["status"] == "ok"
+    assert judge(f"sluice:{served}", "decode", "N=1")["status"] == "refused"
+
+
+def test_fla_says_that_a_small_state_comes_back_as_float32(small, judge, monkeypatch):
+    stand_ins.fla(monkeypatch)
+    for dtype, note in ((torch.float32, pipeline.FRESH), (torch.bfloat16, pipeline.FRESH_32)):
+        for op in ("decode", "step"):
+            workload = small(op, "N=2", state_dtype=dtype)
+            inputs = workload.case.inputs(torch.bfloat16)
+            job = Job(workload, torch.bfloat16, torch.device("cpu"), inputs)
+            assert note in provider("fla").prepare(job).converted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -25,6 +26,20 @@ def test_results_are_the_same_after_they_were_kept(tmp_path):
     assert after.to_json() == json.loads((tmp_path / "a.json").read_text())
     assert after.row(before.rows[0].workload, "sluice").median_s == before.rows[0].median_s
     assert after.measured_floors().bandwidth == before.measured_floors().bandwidth
+
+
+def test_results_of_an_earlier_version_have_no_time_of_checks(tmp_path):
+    before = sample()
+    before.rows[0].check_s = 12.5
+    before.save(tmp_path / "a.json")
+    assert Results.load(tmp_path / "a.json").rows[0].check_s == 12.5
+    data = json.loads((tmp_path / "a.json").read_text())
+    for row in data["rows"]:
+        del row["check_s"]
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    after = Results.load(tmp_path / "b.json")
+    assert after.rows[0].check_s is None
+    assert after.rows[0].median_s == before.rows[0].median_s
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"schema": 99}'])
@@ -247,6 +262,23 @@ def test_a_workload_that_was_not_run_has_no_line():
     text = docs.table(results, docs.parse("gpu prefill models=Qwen3.5-35B-A3B"))
     assert "`prefill` 8192," not in text
     assert "`prefill` 2048," in text
+    assert "not run" not in text  # a part was asked for
+    whole = docs.table(results, docs.parse("gpu prefill layer"))
+    count = sum(w["op"] in ("prefill", "layer") and not w["variant"] for w in results.workloads)
+    assert f"Of {count} workloads 1 were not run: the time was spent." in whole
+    assert "were not run" not in docs.table(results, docs.parse("gpu decode"))
+
+
+def test_versions_are_named_of_peers_only():
+    results = sample()
+    own = {**results.provider("sluice"), "name": "sluice:triton", "title": "sluice, triton alone"}
+    results.providers.insert(1, own)
+    first = results.workloads[0]["name"]
+    results.rows.append(dataclasses.replace(results.row(first, "sluice"), provider=own["name"]))
+    text = docs.table(results, docs.parse("gpu prefill"))
+    assert "| sluice, triton alone, µs |" in text
+    assert "alone 1.0" not in text
+    assert "FLA 1.0" in text
 
 
 def test_a_peer_that_failed_is_named_wrong_in_the_table():

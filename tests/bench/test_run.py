@@ -41,7 +41,9 @@ def test_rows_have_times_only_where_the_output_was_right(small):
     ok = {(r.workload.split("/")[0], r.provider) for r in results.rows if r.ok}
     assert ok == {("decode", "sluice"), ("decode", "torch"), ("prefill", "sluice")}
     for row in results.rows:
+        assert 0 <= row.check_s < 60
         if row.ok:
+            assert row.check_s > 0
             assert 0 < row.p10_s <= row.p25_s <= row.median_s <= row.p75_s <= row.p90_s
             assert row.samples >= 6
             assert row.error < 1e-5

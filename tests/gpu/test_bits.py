@@ -5,6 +5,8 @@ These run on a GPU, or on a CPU in Triton's interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 
 import sluice
 from sluice import dispatch
-from sluice.backends.triton import configs, conv_qkv
+from sluice.backends.triton import configs, conv_qkv, launch
 from sluice.backends.triton.arrivals import arrivals_of
 from sluice.testing import compare
 from tests.gpu.random_layer import DEVICE, HALF, Layer
@@ -26,12 +28,20 @@ pytestmark = [
 SIZE = {"HK": 4, "HV": 8, "K": 128, "V": 128} if DEVICE == "cuda" else {}
 
 
+@pytest.fixture(autouse=True)
+def planned_anew() -> Iterator[None]:
+    """No launch is remembered from a test that changed a table."""
+    yield
+    launch.forget()
+
+
 def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Let the tables change rows at ``limit`` states, so that small batches differ in theirs."""
     for table in (configs.DECODE, configs.DRAFT):
         for key, (*first, last) in table.items():
             changed = [row._replace(limit=limit) for row in first]
             monkeypatch.setitem(table, key, (*changed, last))
+    launch.forget()
 
 
 @pytest.mark.parametrize("state", [torch.float32, HALF], ids=("fp32", "half"))
@@ -58,6 +68,7 @@ def test_every_row_of_the_table_leaves_the_same_bits(monkeypatch, state):
     found = []
     for row in rows:
         monkeypatch.setitem(configs.DECODE, key, (configs.Row(configs.ANY, row.config),))
+        launch.forget()
         pool = layer.state.clone()
         found.append((layer.decode(pool), pool))
     for o, pool in found[1:]:

@@ -64,6 +64,25 @@ def test_row_1_a_thousand_repeats_give_the_same_bits(op, rows):
 
 
 @pytest.mark.parametrize("op", ["decode", "step"])
+def test_pools_of_one_shape_may_start_at_any_address(op):
+    """The kernel for addresses that are multiples of 16, once launched, is not used for others."""
+    layer = Layer(3, **SIZE)
+
+    def once(offset: int) -> list[torch.Tensor]:
+        memory = torch.zeros(layer.state.numel() + 8, dtype=layer.state.dtype, device="cuda")
+        pool = memory[offset:][: layer.state.numel()].view(layer.state.shape)
+        pools = [pool.copy_(layer.state)] + ([layer.window.clone()] if op == "step" else [])
+        return [getattr(layer, op)(*pools), *pools]
+
+    first = once(0)
+    for offset in (0, 1, 0, 4, 1):
+        for x, y in zip(once(offset), first, strict=True):
+            torch.testing.assert_close(
+                x, y, rtol=1e-2 if x.dtype != torch.float32 else 1e-5, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("op", ["decode", "step"])
 def test_row_3_a_graph_replays_with_other_slots_in_the_same_buffers(op):
     layer = Layer(6, **SIZE)
     state, window = layer.state.clone(), layer.window.clone()

@@ -11,6 +11,7 @@ import contextlib
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +31,9 @@ MEMORY_FOLDER = Path("/dev/shm")
 ROOM = 24 << 30  # bytes free in memory from which on files are kept there
 LEAST_ROOM = 6 << 30  # and below which none is made ahead
 LOOK_AHEAD = 3  # workloads whose inputs are being drawn
-SHARE = 0.45  # of a run's time, at the most, before the first row
+SHARE = 0.45  # of a run's time before the first row, or all but what the rows take:
+ROW_SECONDS = 1.6  # of one workload, when nothing is left to compile
+TUNING = 0.3  # of the time before the first row, for what is chosen by measuring
 
 
 class Draws:
@@ -118,6 +121,18 @@ def answer(workload: Workload, inputs: dict[str, Any], dtype: torch.dtype) -> An
         return Answer.of(workload, inputs, dtype)
 
 
+def spread(workloads: list[Workload]) -> list[Workload]:
+    """One of each kind first, then the second of each: every helper has work from the beginning."""
+    count: Counter[Any] = Counter()
+    turns = []
+    for workload in workloads:
+        case = workload.case
+        kind = (workload.op, workload.heads, case.state_dtype, workload.variant, case.N == 1)
+        turns.append(count[kind])
+        count[kind] += 1
+    return [w for _, w in sorted(zip(turns, workloads, strict=True), key=lambda x: x[0])]
+
+
 def compile_all(
     workloads: list[Workload],
     runners: dict[str, Any],
@@ -125,16 +140,19 @@ def compile_all(
     options: Options,
     until: float,
     note: Callable[[str, Workload, float], None],
-) -> None:
-    """Let every provider run every workload once, all processes at once.
+) -> dict[str, float]:
+    """Let every provider run every workload once, all processes at once: seconds of each part.
 
     ``note`` is told the first seconds of each. After ``until`` no more is begun, and what is left
-    compiles when its turn comes.
+    compiles when its turn comes; a part of the time is kept for those who measure to choose.
     """
-    crew = Crew(workloads, runners, options, until)
+    times = [time.monotonic()]
+    tuning = any(provider(name).tunes for name in runners)
+    soon = until - (until - times[0]) * (TUNING if tuning else 0.0)
+    crew = Crew(runners, options, soon)
     try:
-        for workload in workloads:
-            if time.monotonic() > until or not sources.room:
+        for workload in spread(workloads):
+            if time.monotonic() > soon or not sources.room:
                 break
             try:
                 source = sources.take(workload)
@@ -142,41 +160,30 @@ def compile_all(
                 torch.cuda.empty_cache()
                 break
             crew.send(workload, source)
+        times.append(time.monotonic())
         crew.wait(note)
     finally:
         crew.close()
-    crew.tune(note)
+    times.append(time.monotonic())
+    crew.tune(until, note)
+    times.append(time.monotonic())
+    parts = ("inputs_s", "kernels_s", "tuning_s")
+    return {name: round(b - a, 1) for name, a, b in zip(parts, times, times[1:], strict=False)}
 
 
 class Crew:
-    """Who compiles what: each runner its own, and helpers the prefills of further heads.
+    """Who compiles what: each runner its own, and helpers what its provider finds on disk.
 
-    Helpers share the directory that the provider compiles into, and are asked for nothing else.
-    What a provider tunes is compiled by helpers, if it has any; its runner, which chooses by
-    measuring, comes to it last and alone.
+    Helpers share the directory that the provider compiles into. What a provider tunes is compiled
+    by helpers as well; its runner, which chooses by measuring, comes to it last and alone.
     """
 
-    def __init__(
-        self,
-        workloads: list[Workload],
-        runners: dict[str, Any],
-        options: Options,
-        until: float,
-    ) -> None:
+    def __init__(self, runners: dict[str, Any], options: Options, until: float) -> None:
         self.options, self.runners, self.until = options, runners, until
         self.helpers: dict[tuple[str, Any], Any] = {}
         self.sent: list[tuple[str, Any, Workload]] = []
         self.late: list[tuple[str, Workload, Any]] = []
-        prompts = [w for w in workloads if w.bound == "compute"]
-        shapes = list(dict.fromkeys(w.heads for w in prompts))
-        for name, runner in runners.items():
-            kind = provider(name)
-            if kind.compiles != "disk" or ":" in name:
-                continue
-            for heads in shapes if "prefill" in kind.tunes else shapes[1:]:
-                paths = options.paths.get(name, [])
-                helper = Worker(name, options.device, 1, paths, caches=runner.caches)
-                self.helpers[name, heads] = helper
+        self.tuned: set[tuple[str, Any]] = set()
 
     def send(self, workload: Workload, source: Any) -> None:
         """Ask whoever it is for; nobody is waited for."""
@@ -186,23 +193,29 @@ class Crew:
                 continue
             who = self._helper(name, workload)
             if workload.op in kind.tunes:
+                if (name, kind.kernels(workload)) in self.tuned:
+                    continue
+                self.tuned.add((name, kind.kernels(workload)))
                 self.late.append((name, workload, source))
-            elif who is None:
-                who = runner
+            how = "compile"
+            if who is None and workload.op not in kind.tunes:
+                who, how = runner, "prime"
             if who is not None:
                 with contextlib.suppress(WorkerError):
-                    who.send("prime", workload, self.options.dtype, source, self.until)
+                    who.send(how, workload, self.options.dtype, source, self.until)
                     self.sent.append((name, who, workload))
 
     def _helper(self, name: str, workload: Workload) -> Any:
-        """Who compiles it beside the runner: by its heads, or any for what the runner tunes."""
-        if workload.bound == "compute" and (name, workload.heads) in self.helpers:
-            return self.helpers[name, workload.heads]
-        if workload.op in provider(name).tunes:
-            return next((x for (whose, _), x in self.helpers.items() if whose == name), None)
-        return None
+        """The process beside the runner's that compiles it, begun when it is first asked."""
+        group = provider(name).helper(workload)
+        if group is None or ":" in name:
+            return None
+        if (name, group) not in self.helpers:
+            paths, caches = self.options.paths.get(name, []), self.runners[name].caches
+            self.helpers[name, group] = Worker(name, self.options.device, 1, paths, caches=caches)
+        return self.helpers[name, group]
 
-    def tune(self, note: Callable[[str, Workload, float], None]) -> None:
+    def tune(self, until: float, note: Callable[[str, Workload, float], None]) -> None:
         """One after the other, when all others are done: what is chosen by measuring."""
         gone: set[str] = set()
         for name, workload, source in self.late:
@@ -210,7 +223,7 @@ class Crew:
                 continue
             runner = self.runners[name]
             try:
-                runner.send("prime", workload, self.options.dtype, source, self.until)
+                runner.send("prime", workload, self.options.dtype, source, until)
                 seconds, fatal = runner.receive(self.options.timeout)
             except WorkerError:
                 seconds, fatal = None, True
@@ -242,8 +255,10 @@ class Crew:
             again(runner)
 
     def close(self) -> None:
-        for helper in self.helpers.values():
-            helper.close()
+        """All at once: a process takes a while to end."""
+        with ThreadPoolExecutor(max(1, len(self.helpers))) as pool:
+            for helper in self.helpers.values():
+                pool.submit(helper.close)
 
 
 def again(runner: Any, graphs: bool = True) -> None:

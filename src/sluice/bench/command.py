@@ -49,7 +49,9 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--batch", metavar="N[,..]", help="sequences that take one token each")
     what.add_argument("--peers", metavar="NAME[,..]", help="only these; 'none' for sluice alone")
     what.add_argument(
-        "--backends", metavar="NAME[,..]", help="of sluice, too; also 'separate' and 'invariant'"
+        "--backends",
+        metavar="NAME[,..]",
+        help="of sluice, where it takes another; also 'separate', 'invariant'",
     )
     what.add_argument("--state-dtype", metavar="T[,..]", help="float32, bfloat16 or float16")
 
@@ -212,7 +214,7 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
 def _providers(args: argparse.Namespace, kind: str) -> tuple[str, ...]:
     from sluice import dispatch
     from sluice.bench import plan
-    from sluice.bench.providers import ALIASES, PEERS, VARIANTS, provider
+    from sluice.bench.providers import ALIASES, PEERS, STANDING, VARIANTS, provider
 
     known = (*PEERS, *ALIASES)
     alone = args.peers is not None and args.peers.strip().lower() in ("none", "")
@@ -226,7 +228,7 @@ def _providers(args: argparse.Namespace, kind: str) -> tuple[str, ...]:
     backends = [plan.nearest("backend", name, order) for name in _split(args.backends)]
     narrowed = args.quick or args.ops or args.preset or args.tp or args.lengths or args.batch
     if kind == "cuda" and not narrowed and not alone:  # the whole surface
-        backends += VARIANTS
+        backends += STANDING
     return tuple(dict.fromkeys(("sluice", *(f"sluice:{b}" for b in backends), *peers)))
 
 

@@ -77,8 +77,9 @@ def table(results: Results, selection: Selection) -> str:
     titles = {p["name"]: p["title"] for p in results.providers}
     head = ["", "heads", "sluice, µs", "rate, of floor", *(f"{titles[n]}, µs" for n in peers)]
     lines = [_line(head), _line(["---"] * len(head))]
+    left = [w for w in chosen if all(r.status == "skipped" for r in results.of(w["name"]))]
     for workload in chosen:
-        if all(row.status == "skipped" for row in results.of(workload["name"])):
+        if workload in left:
             continue
         ours = results.row(workload["name"], "sluice")
         cells = [_label(workload), "/".join(map(str, workload["heads"]))]
@@ -86,13 +87,15 @@ def table(results: Results, selection: Selection) -> str:
         cells += [_peer(results.row(workload["name"], name), ours) for name in peers]
         lines.append(_line(cells))
     m, run = results.machine, results.run
-    known = [p for p in results.providers if p["name"] in peers and p["version"]]
+    known = [p for p in results.providers if p["name"] in peers and p["peer"] and p["version"]]
     others = [f"{p['title']} {p['version']}" for p in known if p["name"] != "torch"]
     where = ", ".join([m["name"], f"torch {m['versions'].get('torch')}", *others])
     threads = f", {m['threads']} threads" if m["device"] == "cpu" else ""
     commit = f", commit {run['commit']}" if run.get("commit") else ""
     date = str(run.get("date", ""))[:10]
     lines += ["", f"{where}{threads}; {date}{commit}. Medians; in brackets how sluice compares."]
+    if left and not selection.options:  # of a table that was meant to be whole
+        lines[-1] += f" Of {len(chosen)} workloads {len(left)} were not run: the time was spent."
     return "\n".join(lines) + "\n"
 
 

@@ -77,7 +77,8 @@ def _table(results: Results) -> str:
         if all(r.status == "skipped" for r in rows):
             continue
         served = [r for r in rows if r.status != "refused"]
-        refused = [r for r in rows if r.status == "refused"]
+        # another way to call sluice that there is no need for is no news
+        refused = [r for r in rows if r.status == "refused" and ":" not in r.provider]
         ordered = sorted(served, key=lambda r: (not r.ok, r.median_s or 0.0))
         name = f"{workload['op']} {workload['size']}"
         heads = "/".join(map(str, workload["heads"]))
@@ -86,7 +87,7 @@ def _table(results: Results) -> str:
         for n, row in enumerate(ordered):
             body.append(_row(row, workload, ours, label if n == 0 else ""))
         if refused:
-            body.append(_refusals(refused, label if not ordered else ""))
+            body.append(_refusals(refused, label if not ordered else "", workload["op"]))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
@@ -101,7 +102,7 @@ def _row(row: Row, workload: dict[str, Any], ours: Row | None, label: str) -> st
         kinds.append("bad")
         reason = escape(f"{row.status}: {row.reason}" if row.reason else row.status)
         cells = f'<td>{label}</td><td>{name}</td><td colspan="7">{reason}</td>'
-        return f'<tr class="{" ".join(kinds)}">{cells}</tr>'
+        return f'<tr data-op="{workload["op"]}" class="{" ".join(kinds)}">{cells}</tr>'
     compared = table.ratio(row, ours)
     kind = "faster" if "faster" in compared else "slower"
     few = f", {row.samples} samples" if row.samples < FEWEST else ""
@@ -115,17 +116,18 @@ def _row(row: Row, workload: dict[str, Any], ours: Row | None, label: str) -> st
     error = "" if row.error is None else f"{row.error:.0e}"
     cells += f'<td><span class="{kind}">{escape(compared)}</span></td><td class="n">{error}</td>'
     cells += f"<td>{escape(row.method + few)}</td>"
-    return f'<tr class="{" ".join(kinds)}"><td>{label}</td><td>{name}</td>{cells}</tr>'
+    start = f'<tr data-op="{workload["op"]}" class="{" ".join(kinds)}">'
+    return f"{start}<td>{label}</td><td>{name}</td>{cells}</tr>"
 
 
-def _refusals(rows: list[Row], label: str) -> str:
+def _refusals(rows: list[Row], label: str, op: str) -> str:
     """Those that have no way to do the work, in one line."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         by_reason.setdefault(row.reason, []).append(row.provider)
     text = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
-    kind = ' class="first"' if label else ""
-    return f'<tr{kind}><td>{label}</td><td colspan="8" class="soft">{escape(text)}</td></tr>'
+    start = f'<tr data-op="{op}"' + (' class="first">' if label else ">")
+    return f'{start}<td>{label}</td><td colspan="8" class="soft">{escape(text)}</td></tr>'
 
 
 def _class(name: str) -> str:

@@ -46,6 +46,7 @@ class Row:
     errors: dict[str, float] = field(default_factory=dict)
     floor_s: float | None = None
     bound: str = ""
+    check_s: float | None = None  # from its inputs to being ready to be timed: compiling, judging
 
     @property
     def ok(self) -> bool:

@@ -17,13 +17,14 @@ import torch
 
 from sluice import settings
 from sluice.bench import floors, machine
-from sluice.bench.ahead import SHARE, Sources, again, compile_all
-from sluice.bench.providers import MODULES, PEERS, VARIANTS
+from sluice.bench.ahead import ROW_SECONDS, SHARE, Sources, again, compile_all, spread
+from sluice.bench.providers import MODULES, PEERS, STANDING
 from sluice.bench.results import Results, Row, describe_workload
 from sluice.bench.worker import Local, Worker, WorkerError
 from sluice.testing.benchmarks import Workload
 
 Say = Callable[[str], None]
+SLOW_SECONDS = 5.0  # of a first call, from which on the results name it
 START_SECONDS = 120.0  # at the least, to import a library: on a busy machine torch alone takes ten
 
 
@@ -71,16 +72,18 @@ def run(
     )
     runners: dict[str, Any] = {}
     sources: Sources | None = None
+    made: dict[str, Any] = {}
     try:
         say("floors")
         measured = floors.measure(device, options.dtype, options.quick)
         results.floors = measured.to_json()
         say("providers")
         runners = _begin(options, results)
-        sources = Sources(workloads, options)
-        if options.ahead and options.isolate:
+        ahead = options.ahead and options.isolate
+        sources = Sources(spread(workloads) if ahead else workloads, options)
+        if ahead:
             say("inputs, answers and kernels")
-            _ahead(workloads, runners, sources, options, results, begin)
+            made = {"ahead": _ahead(workloads, runners, sources, options, results, begin)}
         neighbours = machine.Neighbours()
         for workload in workloads:
             say(workload.name)
@@ -94,7 +97,8 @@ def run(
             _judge_floors(workload, rows, measured, results)
             results.rows += rows
             if keep is not None:
-                results.run = {**_about(options, time.monotonic() - begin), "unfinished": True}
+                about = _about(options, time.monotonic() - begin)
+                results.run = {**about, **made, "unfinished": True}
                 keep(results)
         if not options.isolate:  # the processes of providers would count as others
             results.machine["others"] = neighbours.share()
@@ -109,7 +113,7 @@ def run(
         torch.set_num_threads(before)
     if device.type == "cuda":
         results.machine["clocks_after"] = machine.clocks()
-    results.run = _about(options, time.monotonic() - begin)
+    results.run = {**_about(options, time.monotonic() - begin), **made}
     return results
 
 
@@ -133,7 +137,7 @@ def _begin(options: Options, results: Results) -> dict[str, Any]:
         if options.isolate:
             paths = options.paths.get(name, [])
             cold, caches = options.first_calls, None
-            if name.partition(":")[2] in VARIANTS and "sluice" in runners:
+            if name.partition(":")[2] in STANDING and "sluice" in runners:
                 cold, caches = False, runners["sluice"].caches  # the same kernels, mostly
             runner: Any = Worker(name, options.device, options.threads, paths, cold, caches)
         else:
@@ -163,15 +167,24 @@ def _ahead(
     options: Options,
     results: Results,
     begin: float,
-) -> None:
-    """Before the first row: what compiles, the inputs and the answers, in a share of the time."""
-    until = begin + (options.time_limit or 3 * options.timeout) * SHARE
+) -> dict[str, Any]:
+    """Before the first row: what compiles, the inputs and the answers, in a share of the time.
+
+    Returns what the time was spent on, and the first calls that took long.
+    """
+    whole = options.time_limit or 3 * options.timeout
+    until = begin + max(whole * SHARE, whole - ROW_SECONDS * len(workloads))
+
+    slow: list[tuple[str, str, float]] = []
 
     def note(name: str, workload: Workload, seconds: float) -> None:
         if options.first_calls:
             _note_first_call(name, workload, seconds, results)
+        if seconds > SLOW_SECONDS:
+            slow.append((name, workload.name, round(seconds, 1)))
 
-    compile_all(workloads, runners, sources, options, until, note)
+    spent = compile_all(workloads, runners, sources, options, until, note)
+    return {**spent, "slow": slow}
 
 
 def _measure(
@@ -232,7 +245,7 @@ def _check(
             continue
         row.status, row.reason, row.detail = (verdict[k] for k in ("status", "reason", "detail"))
         row.errors, row.method, row.sets = (verdict[k] for k in ("errors", "method", "sets"))
-        row.converted = tuple(verdict["converted"])
+        row.converted, row.check_s = tuple(verdict["converted"]), verdict["check_s"]
         if verdict["fatal"]:
             _broken(runner)
         elif row.ok:

@@ -12,6 +12,7 @@ import math
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from sluice.bench import timing_cpu, timing_gpu
 from sluice.bench.check import Answer, copied, moved, nbytes
 from sluice.bench.providers import provider
-from sluice.bench.providers.base import Call, Job, RefusalError
+from sluice.bench.providers.base import Call, Job, RefusalError, load
 from sluice.testing.benchmarks import Workload
 
 MOST_SETS = 64
@@ -46,6 +47,7 @@ class Verdict:
     first_call_s: float | None = None
     method: str = ""
     sets: int = 0
+    check_s: float | None = None
     fatal: bool = False  # the process is of no more use
 
 
@@ -79,6 +81,7 @@ class Session:
 
     def check(self, workload: Workload, dtype: torch.dtype, source: Any) -> dict[str, Any]:
         """Run once, judge, get ready to be timed. ``source`` is inputs and answer, or a file."""
+        begin = time.perf_counter()
         self.release()
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -93,6 +96,7 @@ class Session:
         if verdict.status != "ok":
             self.release()
         verdict.fatal = verdict.fatal or self._broken()
+        verdict.check_s = round(time.perf_counter() - begin, 3)
         return asdict(verdict)
 
     def _check(self, workload: Workload, dtype: torch.dtype, source: Any) -> Verdict:
@@ -171,6 +175,13 @@ class Session:
             torch.cuda.empty_cache()
         return seconds, broken
 
+    def compile(
+        self, workload: Workload, dtype: torch.dtype, source: Any, until: float
+    ) -> tuple[float | None, bool]:
+        """As ``prime``, for another process to find on disk: nothing is chosen by measuring."""
+        with _unmeasured():
+            return self.prime(workload, dtype, source, until)
+
     def _load(self, source: Any, answer: bool = True) -> tuple[dict[str, Any], Any]:
         """Inputs and, if wanted, the answer; of a file, no more is read than that."""
         if not isinstance(source, str):
@@ -213,6 +224,29 @@ class Session:
         except RuntimeError:
             return True
         return False
+
+
+@contextlib.contextmanager
+def _unmeasured() -> Iterator[None]:
+    """Triton's tuner runs each form of a kernel once and times none: others need the device.
+
+    Timing takes a tenth of a second for each, compiling it less than half of one.
+    """
+
+    def once(call: Any, *_: Any, quantiles: Any = None, **__: Any) -> Any:
+        call()
+        return 0.0 if quantiles is None else [0.0 for _ in quantiles]
+
+    try:
+        testing: Any = load("triton.testing")
+    except ImportError:
+        yield
+        return
+    before, testing.do_bench = testing.do_bench, once
+    try:
+        yield
+    finally:
+        testing.do_bench = before
 
 
 def _line(error: BaseException) -> str:

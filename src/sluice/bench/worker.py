@@ -22,7 +22,7 @@ import sluice
 from sluice import settings
 from sluice.bench.session import Session, without_places
 
-METHODS = ("start", "check", "time", "release", "prime")
+METHODS = ("start", "check", "time", "release", "prime", "compile")
 
 
 class WorkerError(Exception):

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -178,8 +179,8 @@ def _forward(
     **kwargs,
 ) -> Tensor:
     """A layer's forward with transformers' signature."""
-    noted = self.__dict__.pop(_BORDERS, {})  # from the layer around this one, where it drops them
-    borders = _borders(hidden_states, {**noted, **kwargs})
+    noted = self.__dict__.pop(_BORDERS, None)  # from the layer around this one, where it drops them
+    borders = _borders(hidden_states, {**noted, **kwargs} if noted else kwargs)
     training = _wants_gradients(self, hidden_states)
     reason = _why_stock(self, cache_params, training and borders is None)
     if reason is not None:
@@ -200,25 +201,24 @@ def _forward(
 
 def _infer(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor | None):
     """Through the operators, the cache's states in place."""
-    shape, found = layer.__dict__[_SHAPE], None
-    rows = Rows()
+    shape, window, state, kept = layer.__dict__[_SHAPE], None, None, True
     if cache is not None:
         found = states.states(cache, layer.layer_idx)
-        if found is not None:
-            rows = Rows(*found)
-        else:
-            n = x.shape[0] if borders is None else borders.shape[0] - 1
-            rows = _zero_states(shape, x, n)
-    rows = rows._replace(state_layout="kv", cu_seqlens=borders)
-    with _child_hooks(layer):
-        if borders is not None and x.shape[0] > 1:  # rows of packed sequences, as one row
-            out = mix(layer, shape, x.flatten(0, 1).unsqueeze(0), rows).view(x.shape)
-        else:
-            out = mix(layer, shape, x, rows, mask)
-    if cache is not None and found is None:
-        assert rows.conv_state is not None
-        assert rows.state is not None
-        states.keep(cache, layer.layer_idx, rows.conv_state, rows.state, shape.conv_width)
+        kept = found is not None
+        n = x.shape[0] if borders is None else borders.shape[0] - 1
+        window, state = _zero_states(shape, x, n) if found is None else found
+    rows = Rows(window, state, state_layout="kv", cu_seqlens=borders)
+    hooked = _hooked(layer)
+    for child, hook in hooked:
+        hook.pre_forward(child)
+    if borders is not None and x.shape[0] > 1:  # rows of packed sequences, as one row
+        out = mix(layer, shape, x.flatten(0, 1).unsqueeze(0), rows).view(x.shape)
+    else:
+        out = mix(layer, shape, x, rows, mask)
+    for child, hook in reversed(hooked):
+        hook.post_forward(child, ())
+    if not kept:
+        states.keep(cache, layer.layer_idx, window, state, shape.conv_width)
     return out
 
 
@@ -232,9 +232,12 @@ def _train_packed(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borde
         expected = "a cache without tokens, for packed sequences with gradients"
         raise ContractError("accelerate", "past_key_values", expected, "one with tokens")
     shape = layer.__dict__[_SHAPE]
-    with _child_hooks(layer):
-        row = x.flatten(0, 1).unsqueeze(0)
-        out, windows, finals = packed_layer(layer, shape, row, borders)
+    hooked = _hooked(layer)
+    for child, hook in hooked:
+        hook.pre_forward(child)
+    out, windows, finals = packed_layer(layer, shape, x.flatten(0, 1).unsqueeze(0), borders)
+    for child, hook in reversed(hooked):
+        hook.post_forward(child, ())
     if cache is not None:
         windows, finals = windows.detach(), finals.detach()
         states.keep(cache, layer.layer_idx, windows, finals, shape.conv_width)
@@ -255,14 +258,12 @@ def _borders(x: Tensor, kwargs) -> Tensor | None:
     return torch.cat([starts, starts.new_full((1,), numbers.numel())])
 
 
-def _zero_states(shape, x: Tensor, n: int) -> Rows:
+def _zero_states(shape, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """States as transformers keeps them: W columns of the window, and [B, HV, K, V] float32."""
     s = shape
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return Rows(
-        x.new_zeros(n, s.conv_channels, s.conv_width),
-        x.new_zeros(n, s.num_v_heads, s.head_k_dim, s.head_v_dim, dtype=dtype),
-    )
+    window = x.new_zeros(n, s.conv_channels, s.conv_width)
+    return window, x.new_zeros(n, s.num_v_heads, s.head_k_dim, s.head_v_dim, dtype=dtype)
 
 
 def _wants_gradients(layer: nn.Module, x: Tensor) -> bool:
@@ -354,16 +355,11 @@ def _slot(layer: nn.Module) -> str:
     return "_old_forward" if "_old_forward" in layer.__dict__ else "forward"
 
 
-@contextlib.contextmanager
-def _child_hooks(layer: nn.Module) -> Iterator[None]:
-    """Fire accelerate's hooks of submodules whose weights are used without calling them."""
-    hooked = [(child, child._hf_hook) for child in (layer.conv1d, layer.norm) if _hook(child)]
-    for child, hook in hooked:
-        hook.pre_forward(child)
-    yield
-    for child, hook in reversed(hooked):
-        hook.post_forward(child, ())
-
-
-def _hook(module: nn.Module):
-    return getattr(module, "_hf_hook", None)
+def _hooked(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Submodules whose weights are used without calling them, with accelerate's hooks of them."""
+    found = []
+    for name in ("conv1d", "norm"):
+        child = layer._modules[name]
+        if hook := child.__dict__.get("_hf_hook"):
+            found.append((child, hook))
+    return found

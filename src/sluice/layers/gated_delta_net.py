@@ -6,6 +6,7 @@ transformers' own layers alike. Heads are grouped by the operators; q and k are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -239,31 +240,49 @@ def mix(
 
 def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
     """At most 8 tokens a row, from states."""
+    part: Callable[[Any, str], Any] = getattr if torch.compiler.is_compiling() else _part
+    qkvz: Any
+    ba: Any
     if shape.order == "interleaved":
-        qkvz, ba = layer.in_proj_qkvz(x), layer.in_proj_ba(x)
+        qkvz, ba = part(layer, "in_proj_qkvz")(x), part(layer, "in_proj_ba")(x)
     else:
-        qkvz = (layer.in_proj_qkv(x), layer.in_proj_z(x))
-        ba = (layer.in_proj_b(x), layer.in_proj_a(x))
+        qkvz = (part(layer, "in_proj_qkv")(x), part(layer, "in_proj_z")(x))
+        ba = (part(layer, "in_proj_b")(x), part(layer, "in_proj_a")(x))
+    conv1d = part(layer, "conv1d")
     assert rows.conv_state is not None
     assert rows.state is not None
     y = ops.step(
         qkvz,
         ba,
-        conv_weight=layer.conv1d.weight,
-        conv_bias=layer.conv1d.bias,
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        norm_weight=layer.norm.weight,
+        conv_weight=part(conv1d, "weight"),
+        conv_bias=part(conv1d, "bias"),
+        A_log=part(layer, "A_log"),
+        dt_bias=part(layer, "dt_bias"),
+        norm_weight=part(part(layer, "norm"), "weight"),
         conv_state=rows.conv_state,
         state=rows.state,
+        slots=rows.slots,
+        write_slots=rows.write_slots,
+        has_state=rows.has_state,
+        pad_slot=rows.pad_slot,
         state_layout=rows.state_layout,
         order=shape.order,
         gate_activation=shape.gate_activation,
         eps=shape.norm_eps,
-        **rows.addressing(),
     )
-    out: Tensor = layer.out_proj(y)
+    out: Tensor = part(layer, "out_proj")(y)
     return out
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    """What ``getattr`` gives, sooner: it looks for parameters and children last.
+
+    A decode step is bound by the host where the GPU is fast, and asks for a dozen of them.
+    """
+    for kept in (module._modules, module._parameters):
+        if kept.get(name) is not None:
+            return kept[name]
+    return getattr(module, name)
 
 
 def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) -> Tensor:
@@ -336,31 +355,36 @@ def _with_states(shape: QwenShape, x: Tensor, rows: Rows) -> Rows:
 
 def _check(shape: QwenShape, x: Tensor, rows: Rows, mask: Tensor | None) -> None:
     """What the operators cannot see: hidden states, the pair of states, the mask."""
-
-    def need(ok: bool, argument: str, expected: str, got: object) -> None:
-        if not ok:
-            raise ContractError("GatedDeltaNet", argument, expected, got)
-
-    sizes = f"[B, T, {shape.hidden}], or packed or one token a row [.., {shape.hidden}]"
-    fits = x.dim() in (2, 3) and x.shape[-1] == shape.hidden
-    need(fits, "hidden_states", f"shape {sizes}", f"shape {list(x.shape)}")
-    for one, other, name in (
-        (rows.state, rows.conv_state, "conv_state"),
-        (rows.conv_state, rows.state, "state"),
-    ):
-        need(one is None or other is not None, name, "a tensor, since the other state is", None)
+    if x.dim() not in (2, 3) or x.shape[-1] != shape.hidden:
+        sizes = f"[B, T, {shape.hidden}], or packed or one token a row [.., {shape.hidden}]"
+        raise _refusal("hidden_states", f"shape {sizes}", f"shape {list(x.shape)}")
+    if (rows.state is None) != (rows.conv_state is None):
+        name = "conv_state" if rows.conv_state is None else "state"
+        raise _refusal(name, "a tensor, since the other state is", None)
     if rows.state is None:
         for name in ("slots", "write_slots", "has_state", "checkpoints"):
-            need(getattr(rows, name) is None, name, "states beside it", "state=None")
-    if mask is None:
-        return
-    need(rows.cu_seqlens is None, "attention_mask", "None beside cu_seqlens", "both")
-    addressed = rows.pad_slot == -1 or rows.slots is not None
-    need(addressed, "pad_slot", "slots beside it", rows.pad_slot)
+            if getattr(rows, name) is not None:
+                raise _refusal(name, "states beside it", "state=None")
+    if mask is not None:
+        _check_mask(x, rows, mask)
+
+
+def _check_mask(x: Tensor, rows: Rows, mask: Tensor) -> None:
+    """A mask's shape and place; its values where that costs nothing."""
+    if rows.cu_seqlens is not None:
+        raise _refusal("attention_mask", "None beside cu_seqlens", "both")
+    if rows.pad_slot != -1 and rows.slots is None:
+        raise _refusal("pad_slot", "slots beside it", rows.pad_slot)
     padded = list(x.shape[:-1]) if x.dim() == 3 else [x.shape[0], 1]
-    need(list(mask.shape) == padded, "attention_mask", f"shape {padded}", list(mask.shape))
-    need(mask.device == x.device, "attention_mask", f"device {x.device}", mask.device)
+    if list(mask.shape) != padded:
+        raise _refusal("attention_mask", f"shape {padded}", list(mask.shape))
+    if mask.device != x.device:
+        raise _refusal("attention_mask", f"device {x.device}", mask.device)
     # values are read back here, so not while torch traces
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if mask.shape[1] > 1 and not traced and (mask.device.type == "cpu" or validating()):
         check_mask(mask)
+
+
+def _refusal(argument: str, expected: str, got: object) -> ContractError:
+    return ContractError("GatedDeltaNet", argument, expected, got)

@@ -111,21 +111,19 @@ def step(
     if tensor("step", state, "state").dim() != 4:
         expected = "4 dimensions [P, HV, V, K]"
         raise ContractError("step", "state", expected, f"shape {list(state.shape)}")
-    HV = state.shape[1]
+    _, HV, *tail = state.shape
     first, z = _parts(qkvz, "qkvz", taps.shape[0], order)
     b, a = _parts(ba, "ba", HV, order)
-    single = first.dim() == 2
-    width = HV * state.shape[2 if state_layout == "vk" else 3]
+    width = HV * tail[0 if state_layout == "vk" else 1]
     y = first.new_empty(*first.shape[:-1], width) if out is None else out
-
-    def canonical(x: Tensor | None) -> Any:
-        return x.unsqueeze(1) if x is not None and single else x
-
+    tokens: Any = (first, z, b, a, y)
+    if first.dim() == 2:
+        tokens = [x if x is None else x.unsqueeze(1) for x in tokens]
     tensors = StepTensors(
-        canonical(first),
-        canonical(z),
-        canonical(b),
-        canonical(a),
+        tokens[0],
+        tokens[1],
+        tokens[2],
+        tokens[3],
         taps,
         conv_bias,
         A_log,
@@ -134,7 +132,7 @@ def step(
         conv_state,
         state,
         Rows(slots, write_slots, has_state),
-        canonical(y),
+        tokens[4],
     )
     options = StepOptions(
         order,

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.launch import Plan, plan_of, strides
 from sluice.backends.triton.tiles import (
     NORM_EPS,
     begin,
@@ -351,47 +352,48 @@ def store_draft(
         tl.store(draft_g_ptr + token * HV + head_v, g)
 
 
+_DENSE = ("A_log_ptr", "dt_bias_ptr")
+_DENSE += ("slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr")
+
+
 def decode(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``decode``, and ``verify`` where the tensors carry a draft."""
     if p.N == 0:
         t.out.zero_()
         return
+    q, k, v, g, beta, A_log, dt_bias, state, rows, _, _, out, draft_k, draft_d, draft_g = t
+    if p.decay == "key" and g is not None and g.stride(3) != 1:
+        g = g.contiguous()
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, state, out, draft_k, draft_d, draft_g, *rows[:4]
+    )  # fmt: skip
+    plan_of(p, _plan, tensors)(*tensors)
+
+
+def _plan(p: DeltaProblem, tensors: tuple[Tensor | None, ...]) -> Plan:
+    q, k, v, g, beta, _, _, state, out = tensors[:9]
     tokens = p.T if not p.varlen else 2
     config = configs.decode(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV, tokens)
-    r = t.rows
-    launch(
+    assert state is not None
+    return Plan(
         decode_kernel,
         p.N * p.HV * configs.blocks(p.V, config.BLOCK_V),
         config,
         p.device,
-        q_ptr=t.q,
-        k_ptr=t.k,
-        v_ptr=t.v,
-        g_ptr=t.g if t.g is None or p.decay == "head" or t.g.stride(-1) == 1 else t.g.contiguous(),
-        beta_ptr=t.beta,
-        A_log_ptr=dense(t.A_log),
-        dt_bias_ptr=dense(t.dt_bias),
-        state_ptr=t.state,
-        o_ptr=t.out,
-        draft_k_ptr=t.draft_k,
-        draft_d_ptr=t.draft_d,
-        draft_g_ptr=t.draft_g,
-        slots_ptr=dense(r.slots),
-        write_slots_ptr=dense(r.write_slots),
-        has_state_ptr=dense(r.has_state),
-        cu_seqlens_ptr=dense(r.cu_seqlens),
+        tensors,
+        _DENSE,
         scale=p.scale,
         beta_scale=2.0 if p.neg_eigval else 1.0,
         N=p.N,
         T=p.T,
         pad_slot=p.rows.pad_slot,
-        **strides(t.q, "q", "bth"),
-        **strides(t.k, "k", "bth"),
-        **strides(t.v, "v", "bth"),
-        **strides(t.g, "g", "bth"),
-        **strides(t.beta, "beta", "bth"),
-        **strides(t.out, "o", "bth"),
-        stride_state_p=t.state.stride(0),
+        **strides(q, "q", "bth"),
+        **strides(k, "k", "bth"),
+        **strides(v, "v", "bth"),
+        **strides(g, "g", "bth"),
+        **strides(beta, "beta", "bth"),
+        **strides(out, "o", "bth"),
+        stride_state_p=state.stride(0),
         HQ=p.HQ,
         HK=p.HK,
         HV=p.HV,

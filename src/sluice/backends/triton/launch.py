@@ -1,21 +1,28 @@
-"""Launching: the device, the strides, and the options every kernel shares."""
+"""Launching: the device, the strides, and the options every kernel shares.
+
+``launch`` says everything anew in every call. A :class:`Plan` says it once for a problem that comes
+again and again, as in decode: then only addresses are filled in.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from sluice.backends.triton.configs import Config
+from sluice.contract.problem import Problem
 
 _compile_only: ContextVar[bool] = ContextVar("sluice_compile_only", default=False)
+_HERE: AbstractContextManager[None] = nullcontext()
 
 
 def launch(
@@ -27,6 +34,12 @@ def launch(
     """
     if programs == 0:
         return
+    with _on(device):
+        run(kernel, programs, arguments, _options(config, device))
+
+
+def _options(config: Config, device: torch.device) -> dict[str, Any]:
+    """What of a configuration is an option of the compiler or of the launch."""
     options = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -36,11 +49,14 @@ def launch(
         options["maxnreg"] = config.maxnreg
     if device.type == "cuda" and torch.version.hip is None:
         options["launch_pdl"] = _overlaps(device)
+    return options
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """A scope in which ``device`` is the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            run(kernel, programs, arguments, options)
-    else:
-        run(kernel, programs, arguments, options)
+        return torch.cuda.device(device)
+    return _HERE
 
 
 @functools.cache
@@ -49,12 +65,118 @@ def _overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def run(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    """The launch itself, apart so that tests can take its arguments and compile for any GPU."""
+def run(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The launch itself, apart so that tests can take its arguments and compile for any GPU.
+
+    Returns what Triton does: the compiled kernel, or None where it is interpreted.
+    """
     if _compile_only.get():
-        kernel.warmup(**arguments, **options, grid=(programs,))
-    else:
-        kernel[(programs,)](**arguments, **options)
+        return kernel.warmup(**arguments, **options, grid=(programs,))
+    return kernel[(programs,)](**arguments, **options)
+
+
+class Plan:
+    """A problem's launch, worked out once; a call of it brings the tensors alone.
+
+    A plan belongs to one problem object, and the very same problem has the same shapes, strides,
+    dtypes, device and options (library.py), so everything but the addresses is the plan's. The
+    first call goes through Triton, which binds the arguments, compiles, and returns the compiled
+    kernel; later ones hand addresses to that kernel. Of addresses a kernel knows one thing, that
+    they are multiples of 16 where its signature says so: a call with others goes through Triton
+    again, and so does every call while a Triton setting that changes kernels is on.
+
+    Args:
+        kernel: its first parameters are the pointers.
+        programs: the grid. config, device: as for :func:`launch`.
+        tensors: the pointers of the first call, in the kernel's order; None where not given.
+        read_dense: names of pointers whose tensors are read with stride 1, and copied if need be.
+        arguments: all other parameters, by name.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        config: Config,
+        device: torch.device,
+        tensors: Sequence[Tensor | None],
+        read_dense: Sequence[str] = (),
+        **arguments: Any,
+    ) -> None:
+        names = kernel.arg_names
+        self.kernel, self.programs, self.device = kernel, programs, device
+        self.names, self.arguments = names[: len(tensors)], arguments
+        self.values = tuple(arguments[name] for name in names[len(tensors) :])
+        self.options = _options(config, device)
+        self.copied = {
+            i
+            for i, (name, x) in enumerate(zip(self.names, tensors, strict=True))
+            if name in read_dense and x is not None and not x.is_contiguous()
+        }
+        params = getattr(kernel, "params", ())[: len(tensors)]  # none where it is interpreted
+        self.aligned = tuple(
+            i
+            for i, param in enumerate(params)
+            if tensors[i] is not None and not param.do_not_specialize_on_alignment
+        )
+        self.compiled: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch; ``tensors`` as those the plan was made from, somewhere else."""
+        if self.programs == 0:
+            return
+        if self.copied:
+            tensors = tuple(dense(x) if i in self.copied else x for i, x in enumerate(tensors))
+        with _on(self.device):
+            self._launch(tensors)
+
+    def _launch(self, tensors: Sequence[Tensor | None]) -> None:
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        usual = not (_compile_only.get() or _unusual(self.kernel))
+        for i in self.aligned:
+            usual = usual and not addresses[i] % 16
+        if usual and self.compiled is not None:
+            self.compiled(*addresses, *self.values)
+            return
+        arguments = dict(zip(self.names, tensors, strict=True)) | self.arguments
+        compiled = run(self.kernel, self.programs, arguments, self.options)
+        # other GPUs' kernels know more of a tensor than its address
+        if usual and isinstance(compiled, CompiledKernel) and _is_cuda(compiled):
+            self.compiled = compiled[(self.programs, 1, 1)]
+
+
+def _unusual(kernel: Any) -> bool:
+    """Whether something is on that Triton asks for at a launch, before it chooses the kernel."""
+    runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
+    return bool(
+        runtime.debug
+        or compilation.instrumentation_mode
+        or getattr(runtime, "add_stages_inspection_hook", None)
+        or getattr(kernel, "pre_run_hooks", None)
+    )
+
+
+def _is_cuda(compiled: CompiledKernel) -> bool:
+    return compiled.metadata.target.backend == "cuda"
+
+
+_plans: dict[int, tuple[Problem, Plan]] = {}
+_MOST_PLANS = 1024
+
+
+def plan_of(p: Problem, make: Callable[..., Plan], *arguments: Any) -> Plan:
+    """The plan of this very problem, made by ``make(p, *arguments)`` when it comes first."""
+    known = _plans.get(id(p))
+    if known is None or known[0] is not p:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        known = _plans[id(p)] = (p, make(p, *arguments))
+    return known[1]
+
+
+def forget() -> None:
+    """Plan every launch anew: for tests and sweeps, which change the tables of configs.py."""
+    _plans.clear()
 
 
 @contextmanager

@@ -14,14 +14,13 @@ programs count themselves in ``arrivals`` once they have read, and the last one 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sluice.backends.triton import configs
 from sluice.backends.triton.arrivals import arrivals_of
-from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.launch import Plan, plan_of, strides
 from sluice.backends.triton.step_parts import (
     conv_taps,
     half_of,
@@ -307,66 +306,80 @@ def step_kernel(
             )  # fmt: skip
 
 
-def parts(p: StepProblem, t: StepTensors) -> dict[str, Any]:
-    """Where q, k, v, z, b and a lie in either order.
+def parts(p: StepProblem, t: StepTensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, z, b and a in either order.
 
     Split: [Q | K | V], z, b and a. Interleaved (Qwen3-Next): per key head [q | k | r v | r z] and
     [r b | r a].
     """
-    r, x, b = p.HV // p.HK, t.qkv, t.b
     if p.order == "split":
-        z, a = t.z, t.a
-        assert z is not None
-        assert a is not None
-        offsets = {"k_offset": p.HK * p.K, "v_offset": 2 * p.HK * p.K}
-        steps = {"q": p.K, "v": r * p.V, "z": r * p.V, "b": r * b.stride(2), "a": r * a.stride(2)}
+        assert t.z is not None
+        assert t.a is not None
+        return t.qkv, t.z, t.b, t.a
+    r = p.HV // p.HK
+    return t.qkv, t.qkv[..., 2 * p.K + r * p.V :], t.b, t.b[..., r:]
+
+
+def _steps(p: StepProblem, x: Tensor, z: Tensor, b: Tensor, a: Tensor) -> dict[str, int]:
+    """Where heads lie in the :func:`parts`."""
+    r = p.HV // p.HK
+    if p.order == "split":
+        found = {"k_offset": p.HK * p.K, "v_offset": 2 * p.HK * p.K}
+        groups = {"q": p.K, "v": r * p.V, "z": r * p.V, "b": r * b.stride(2), "a": r * a.stride(2)}
     else:
-        z, a = x[..., 2 * p.K + r * p.V :], b[..., r:]
-        offsets = {"k_offset": p.K, "v_offset": 2 * p.K}
-        whole = 2 * p.K + 2 * r * p.V
-        steps = {"q": whole, "v": whole, "z": whole}
-        steps |= {"b": 2 * r * b.stride(2), "a": 2 * r * b.stride(2)}
-    found: dict[str, Any] = {"x_ptr": x, "z_ptr": z, "b_ptr": b, "a_ptr": a, **offsets}
+        found = {"k_offset": p.K, "v_offset": 2 * p.K}
+        groups = dict.fromkeys("qvz", 2 * p.K + 2 * r * p.V)
+        groups |= {"b": 2 * r * b.stride(2), "a": 2 * r * b.stride(2)}
     for tensor, name in ((x, "x"), (z, "z"), (b, "b"), (a, "a")):
         found |= strides(tensor, name, "nt")
-    found |= {f"stride_{name}_g": step for name, step in steps.items()}
+    found |= {f"stride_{name}_g": step for name, step in groups.items()}
     return {**found, "stride_b_h": b.stride(2), "stride_a_h": a.stride(2)}
 
 
 def step(p: StepProblem, t: StepTensors) -> None:
     """Serve ``step``."""
     rows = t.rows
+    tensors = (
+        *parts(p, t),
+        t.conv_weight,
+        t.conv_bias,
+        t.A_log,
+        t.dt_bias,
+        t.norm_weight,
+        t.conv_state,
+        t.state,
+        t.out,
+        arrivals_of(t.conv_state, p.HK) if p.HV > p.HK else None,
+        rows.slots,
+        rows.write_slots,
+        rows.has_state,
+    )
+    plan_of(p, _plan, t, tensors)(*tensors)
+
+
+_DENSE = ("conv_bias_ptr", "A_log_ptr", "dt_bias_ptr", "norm_weight_ptr")
+_DENSE += ("slots_ptr", "write_slots_ptr", "has_state_ptr")
+
+
+def _plan(p: StepProblem, t: StepTensors, tensors: tuple[Tensor | None, ...]) -> Plan:
     config = configs.step(p.state_dtype, p.K, p.V)
-    launch(
+    return Plan(
         step_kernel,
         p.N * p.HV,
         config,
         p.device,
-        **parts(p, t),
-        conv_weight_ptr=t.conv_weight,
-        conv_bias_ptr=dense(t.conv_bias),
-        A_log_ptr=dense(t.A_log),
-        dt_bias_ptr=dense(t.dt_bias),
-        norm_weight_ptr=dense(t.norm_weight),
-        conv_state_ptr=t.conv_state,
-        state_ptr=t.state,
-        y_ptr=t.out,
-        arrivals_ptr=arrivals_of(t.conv_state, p.HK) if p.HV > p.HK else None,
-        slots_ptr=dense(rows.slots),
-        write_slots_ptr=dense(rows.write_slots),
-        has_state_ptr=dense(rows.has_state),
+        tensors,
+        _DENSE,
+        **_steps(p, *tensors[:4]),
         scale=p.scale,
         beta_scale=2.0 if p.neg_eigval else 1.0,
         eps=p.eps,
         pad_slot=p.rows.pad_slot,
         stride_w_d=t.conv_weight.stride(0),
         stride_w_w=t.conv_weight.stride(1),
-        stride_conv_p=t.conv_state.stride(0),
-        stride_conv_d=t.conv_state.stride(1),
-        stride_conv_l=t.conv_state.stride(2),
+        **strides(t.conv_state, "conv", "pdl"),
         stride_state_p=t.state.stride(0),
-        stride_y_n=t.out.stride(0),
-        stride_y_t=t.out.stride(1),
+        **strides(t.out, "y", "nt"),
         T=p.T,
         HK=p.HK,
         HV=p.HV,

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sluice.backends.triton import configs
 from sluice.backends.triton.decode import decode
-from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.launch import Plan, plan_of, strides
 from sluice.backends.triton.tiles import (
     begin,
     decayed,
@@ -191,33 +192,32 @@ def commit_kernel(
         )
 
 
+_DENSE = ("num_accepted_ptr", "slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr")
+
+
 def commit(p: CommitProblem, t: CommitTensors) -> None:
     """Serve ``commit``."""
+    draft_k, draft_d, draft_g, num_accepted, state, rows, x, window = t
+    tensors = (draft_k, draft_d, draft_g, x, state, window, num_accepted, *rows[:4])
+    plan_of(p, _plan, t, tensors)(*tensors)
+
+
+def _plan(p: CommitProblem, t: CommitTensors, tensors: tuple[Tensor | None, ...]) -> Plan:
     config = configs.commit(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV)
     windows = configs.blocks(p.D, configs.WINDOW_CHANNELS)
-    x, window, r = t.conv_inputs, t.conv_state, t.rows
-    launch(
+    return Plan(
         commit_kernel,
         p.N * (p.HV * configs.blocks(p.V, config.BLOCK_V) + windows),
         config,
         p.device,
-        draft_k_ptr=t.draft_k,
-        draft_d_ptr=t.draft_d,
-        draft_g_ptr=t.draft_g,
-        x_ptr=x,
-        state_ptr=t.state,
-        conv_state_ptr=window,
-        num_accepted_ptr=dense(t.num_accepted),
-        slots_ptr=dense(r.slots),
-        write_slots_ptr=dense(r.write_slots),
-        has_state_ptr=dense(r.has_state),
-        cu_seqlens_ptr=dense(r.cu_seqlens),
+        tensors,
+        _DENSE,
         N=p.N,
         T=p.T,
         pad_slot=p.rows.pad_slot,
-        **strides(x, "x", "btd"),
+        **strides(t.conv_inputs, "x", "btd"),
         stride_state_p=t.state.stride(0),
-        **strides(window, "conv", "pdl"),
+        **strides(t.conv_state, "conv", "pdl"),
         HK=p.HK,
         HV=p.HV,
         K=p.K,

@@ -9,7 +9,7 @@
   const providers = data.providers.map((p) => p.name).filter((n) => rows.some((r) => r.provider === n));
   const title = Object.fromEntries(data.providers.map((p) => [p.name, p.title]));
   const colour = (name) => `var(--c${Math.max(0, data.providers.findIndex((p) => p.name === name)) % 10})`;
-  const state = { hidden: new Set(), op: null, model: null, heatOp: null, peer: null };
+  const state = { hidden: new Set(), op: null, model: null, heatOp: null, peer: null, rows: "all" };
 
   // ------------------------------------------------------------------------------- small pieces
 
@@ -218,15 +218,21 @@
   function grid(id, columns, lines, value, labelWidth, name) {
     const [place, width] = clear(id);
     const cell = Math.max(46, Math.min(110, (width - labelWidth) / Math.max(1, columns.length)));
-    const [tall, head] = [34, 40];
+    // a heading of several words takes a line for each part of it
+    const parts = columns.map((column) => column.split(/(?<=,) /));
+    const [tall, head] = [34, 26 + 14 * Math.max(1, ...parts.map((p) => p.length))];
     const [w, h] = [labelWidth + cell * columns.length, head + tall * lines.length + 4];
     const drawing = svg("svg", { viewBox: `0 0 ${w} ${h}`, height: h, role: "img", "aria-label": name });
     drawing.style.width = `${w}px`;
     place.classList.add("scroll");
     let marks = 0;
     columns.forEach((column, n) => {
-      const text = column.length * 7 > cell + 8 ? `${column.slice(0, Math.floor(cell / 7) - 1)}…` : column;
-      const label = svg("text", { x: labelWidth + cell * (n + 0.5), y: head - 12, "text-anchor": "middle" }, text);
+      const fits = (part) => (part.length * 7 > cell + 8 ? `${part.slice(0, Math.floor(cell / 7) - 1)}…` : part);
+      const label = svg("text", { "text-anchor": "middle" });
+      parts[n].forEach((part, m) => {
+        const y = head - 12 - 14 * (parts[n].length - 1 - m);
+        label.append(svg("tspan", { x: labelWidth + cell * (n + 0.5), y }, fits(part)));
+      });
       label.append(svg("title", {}, column));
       drawing.append(label);
     });
@@ -271,7 +277,8 @@
     const found = pairs((r, w) => w.op === state.heatOp && r.provider === state.peer);
     const byTokens = (a, b) => a.tokens - b.tokens || a.size.localeCompare(b.size);
     const used = found.map((r) => workloads.get(r.workload));
-    const line = (w) => `${w.heads.join("/")}${w.state_dtype === "float32" ? "" : " " + w.state_dtype}`;
+    const kind = (w) => [w.state_dtype === "bfloat16" ? "bf16" : w.state_dtype === "float32" ? "" : w.state_dtype, w.variant];
+    const line = (w) => [w.heads.join("/"), ...kind(w)].filter(Boolean).join(" ");
     const columns = unique([...used].sort(byTokens).map((w) => w.label));
     const lines = unique([...used].sort((a, b) => a.heads[1] - b.heads[1]).map(line));
     grid("heat", columns, lines, (heads, size) => {
@@ -285,6 +292,7 @@
   function cold() {
     const [place, width] = clear("cold");
     const bars = data.first_calls;
+    place.closest("section").hidden = !bars.length;
     const [tall, label] = [26, Math.min(190, width * 0.42)];
     const height = bars.length * tall + 8;
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "cold start" });
@@ -334,8 +342,13 @@
     state.heatOp = heatOps.includes(state.heatOp) ? state.heatOp : heatOps.includes("prefill") ? "prefill" : heatOps[0];
     options($("pick-heat-op"), heatOps, String, state.heatOp, (v) => { state.heatOp = v; draw(); });
     const against = peers.filter((n) => pairs((r, w) => w.op === state.heatOp && r.provider === n).length);
-    state.peer = against.includes(state.peer) ? state.peer : against[0];
+    const first = against.find((n) => !n.startsWith("sluice:")) || against[0];
+    state.peer = against.includes(state.peer) ? state.peer : first;
     options($("pick-peer"), against, (n) => title[n], state.peer, (v) => { state.peer = v; draw(); });
+    const listed = [...document.querySelectorAll("tr[data-op]")];
+    const kinds = ["all", ...unique(listed.map((tr) => tr.dataset.op))];
+    buttons($("pick-rows"), kinds, (op) => op === state.rows, (op) => { state.rows = op; draw(); });
+    for (const tr of listed) tr.hidden = state.rows !== "all" && tr.dataset.op !== state.rows;
     $("legend").replaceChildren(...providers.map((name) => {
       const swatch = html("span", { class: "swatch", style: `background: ${colour(name)}` });
       const node = html("button", { type: "button", "aria-pressed": String(!state.hidden.has(name)) }, swatch, title[name]);

@@ -19,6 +19,7 @@ MODULES = {
 """Every name ``--peers`` takes, and the module of each; ``sluice:<backend>`` is a backend alone."""
 
 VARIANTS = ("separate", "invariant")  # sluice:separate, sluice:invariant: other ways to call it
+STANDING = (*VARIANTS, "triton")  # what the whole surface on a GPU has beside sluice
 
 PEERS = tuple(name for name in MODULES if name != "sluice")
 ALIASES = {"ort": "onnxruntime", "onnx": "onnxruntime", "hf": "transformers", "plain": "torch"}

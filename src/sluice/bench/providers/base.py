@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -89,6 +89,17 @@ class Provider:
     compiles = ""
     # Operators whose kernels it measures to choose among them, and so wants the device alone for.
     tunes: tuple[str, ...] = ()
+
+    def helper(self, workload: Workload) -> Hashable | None:
+        """Which helper compiles this ahead: workloads of one answer share a process.
+
+        None where no other process can: the provider's own has to.
+        """
+        return None
+
+    def kernels(self, workload: Workload) -> Hashable:
+        """What its kernels depend on: of the workloads of one answer it is enough to tune one."""
+        return workload.name
 
     def missing(self) -> str | None:
         """Why it cannot be used here; None if it can."""

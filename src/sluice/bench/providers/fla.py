@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch.nn.functional import pad
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, load, raw_gates
 from sluice.bench.providers.pipeline import FRESH, ROWS, WIDE
-from sluice.testing.benchmarks import OPS
+from sluice.testing.benchmarks import Workload
+
+NORM_BLOCK = 2048 * 32  # rows; as many more tune its norms anew
 
 
 class Fla(Provider):
@@ -23,8 +25,24 @@ class Fla(Provider):
     install = "pip install fla-core triton"
     devices = ("cuda",)
     compiles = "disk"
-    tunes = OPS
+    # all but decode, whose kernel has one form
+    tunes = ("prefill", "step", "layer", "conv_qkv", "causal_conv1d", "rms_norm_gated")
     raw_prefill = True
+
+    def helper(self, workload: Workload) -> Hashable:
+        """A dozen forms of each kernel: prefill's by heads, convolutions, layers, the rest."""
+        if workload.op == "prefill":
+            return workload.heads
+        if workload.op in ("conv_qkv", "causal_conv1d"):
+            return "convolutions"
+        return workload.op if workload.op == "layer" else "rest"
+
+    def kernels(self, workload: Workload) -> Hashable:
+        """Heads, and how many blocks of rows a norm has, which its kernels are tuned for."""
+        blocks = tuple(-(-workload.size.tokens * heads // NORM_BLOCK) for heads in workload.heads)
+        packed = workload.case.lengths is not None
+        key = (workload.op, workload.heads, workload.variant, packed)
+        return key if workload.op == "prefill" else (*key, blocks)
 
     def missing(self) -> str | None:
         if reason := super().missing():
@@ -47,7 +65,7 @@ class Fla(Provider):
         def run() -> tuple[Tensor, Tensor]:
             return chunk(i["q"], i["k"], i["v"], **keywords)
 
-        return Call(run, _state_and_output(job), (ROWS, FRESH))
+        return Call(run, _state_and_output(job), (ROWS, pipeline.fresh(job)))
 
     def _decode(self, job: Job) -> Call:
         recurrent = load(self.package).fused_recurrent_gated_delta_rule
@@ -56,7 +74,7 @@ class Fla(Provider):
         def run() -> tuple[Tensor, Tensor]:
             return recurrent(i["q"], i["k"], i["v"], initial_state=state, **_raw(i))
 
-        return Call(run, _state_and_output(job), (ROWS, FRESH))
+        return Call(run, _state_and_output(job), (ROWS, pipeline.fresh(job)))
 
     def _verify(self, job: Job) -> Call:
         raise RefusalError("keeps no state but the last: nothing to go back to")
@@ -105,7 +123,8 @@ class Fla(Provider):
             return y[:, None], window
 
         rule = load(self.package).fused_recurrent_gated_delta_rule
-        return pipeline.whole(job, roll, _inside(job, rule), mutable=(window,))
+        notes = (ROWS, pipeline.fresh(job))
+        return pipeline.whole(job, roll, _inside(job, rule), notes=notes, mutable=(window,))
 
     def _layer(self, job: Job) -> Call:
         rule = load(self.package).chunk_gated_delta_rule

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
+from sluice.testing.benchmarks import Workload
 
 
 class FlashInfer(Provider):
@@ -18,6 +21,12 @@ class FlashInfer(Provider):
     devices = ("cuda",)
     compiles = "process"
     tunes = ("layer",)  # FLA's kernels in it
+
+    def helper(self, workload: Workload) -> Hashable | None:
+        """Kernels for single tokens are found on disk; those of prompts stay in the process."""
+        if workload.op in ("decode", "verify"):
+            return workload.op
+        return "layer" if workload.op == "layer" else None  # FLA's kernels in it are on disk
 
     def missing(self) -> str | None:
         return super().missing() or _other(self, "flashinfer.gdn_decode")
@@ -63,7 +72,7 @@ class FlashInfer(Provider):
         gates, cu = pipeline.gates(i), pipeline.bounds(job, torch.int32)
 
         def rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-            g, beta = (x.flatten(0, 1) for x in gates(a, b))
+            g, beta = (x.flatten(0, 1).contiguous() for x in gates(a, b))
             v = v.flatten(0, 1).contiguous()
             out = torch.empty_like(v)
             o, _ = chunk(
@@ -77,6 +86,9 @@ class FlashInfer(Provider):
             job, pipeline.convolution(job), rule, after=lambda _: job.rows(), notes=(),
             mutable=(pool,), detail="with FLA",
         )  # fmt: skip
+
+    def _step(self, job: Job) -> Call:
+        raise RefusalError("its fused step multiplies by a projection first and has no gated norm")
 
     def _decode(self, job: Job) -> Call:
         decode = load("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
+from sluice.testing.benchmarks import Workload
 
 
 class FlashQla(Provider):
@@ -18,6 +21,12 @@ class FlashQla(Provider):
     devices = ("cuda",)
     compiles = "disk"
     tunes = ("layer",)  # FLA's kernels in it
+
+    def helper(self, workload: Workload) -> Hashable | None:
+        """Every number of heads is compiled anew, and so is a prompt that it divides."""
+        if workload.op not in ("prefill", "layer"):
+            return None
+        return workload.heads, workload.case.N == 1
 
     def prepare(self, job: Job) -> Call:
         c = job.case
@@ -47,18 +56,20 @@ class FlashQla(Provider):
         )
 
     def _layer(self, job: Job) -> Call:
-        """FLA's convolution, l2 norm, gates and gated norm around it."""
+        """FLA's convolution, l2 norm, gates and gated norm around it; packed, as in prefill."""
         pipeline.borrowed()
+        grid, cu = (job.case.batch, job.case.tokens), pipeline.bounds(job, torch.int64)
         chunk = load(self.package).chunk_gated_delta_rule
         unit = load("fla.modules.norm.l2norm").l2norm
         gates, state = pipeline.gates(job.inputs), job.rows()
 
         def rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            packed = (x.flatten(0, 1)[None] for x in (unit(q), unit(k), v, *gates(a, b)))
             o, after = chunk(
-                unit(q), unit(k), v, *gates(a, b), initial_state=state, output_final_state=True,
+                *packed, initial_state=state, output_final_state=True, cu_seqlens=cu,
                 state_v_first=True, enable_fwd_cp_cache=False,
             )  # fmt: skip
-            return o, after
+            return o[0].unflatten(0, grid), after
 
         return pipeline.whole(job, pipeline.convolution(job), rule, detail="with FLA")
 

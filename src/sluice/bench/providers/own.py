@@ -1,11 +1,13 @@
 """sluice itself: what dispatch chooses, one backend (``sluice:triton``), or another way to call it.
 
+A backend alone is measured where dispatch chooses another.
 ``sluice:separate`` is the same work as several calls, ``sluice:invariant`` prefill with
 ``batch_invariant=True``: what fusing gains, and what bits that depend on no neighbour cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn.functional import rms_norm
 import sluice
 from sluice import dispatch, library
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, raw_gates
+from sluice.testing.benchmarks import Workload
 from sluice.testing.oracle import split_projections
 
 NORM_EPS = 1e-6
@@ -33,7 +36,11 @@ class Sluice(Provider):
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend
         self.name = "sluice" if backend is None else f"sluice:{backend}"
-        self.title = self.name
+        self.title = self.name if backend is None else f"sluice, {backend} alone"
+
+    def helper(self, workload: Workload) -> Hashable | None:
+        """Prompts of each number of heads; other operators' kernels are soon compiled."""
+        return workload.heads if workload.bound == "compute" else None
 
     def missing(self) -> str | None:
         return None if self.backend is None else dispatch.unavailable(self.backend)
@@ -49,6 +56,8 @@ class Sluice(Provider):
         for explanation in served:
             if explanation.chosen is None:
                 raise RefusalError(_reasons(explanation))
+        if self.backend and all(_first(problem) == self.backend for problem in found):
+            raise RefusalError(f"sluice is served by {self.backend} here: the same row")
         call.detail = "+".join(dict.fromkeys(str(e.chosen) for e in served))
         return call
 
@@ -81,6 +90,11 @@ class Separate(Sluice):
         if job.op not in calls:
             raise RefusalError("is one call")
         return calls[job.op](job)
+
+
+def _first(problem: Any) -> str | None:
+    """The backend that dispatch chooses where none is asked for."""
+    return dispatch.explain_problem(problem, None).chosen
 
 
 def _reasons(explanation: dispatch.Explanation) -> str:

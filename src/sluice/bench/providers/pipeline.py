@@ -20,7 +20,14 @@ ROWS = "pool rows gathered"
 FRESH = "the state comes back in a fresh tensor"
 WIDE = "window of W columns"
 
+FRESH_32 = "the state comes back in a fresh tensor of float32"
+
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def fresh(job: Job) -> str:
+    """Of peers that read any state and return a new one in float32."""
+    return FRESH if job.case.state_dtype == torch.float32 else FRESH_32
 
 
 def convolution(job: Job) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
