@@ -15,23 +15,35 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sluice.backends.hopper import prefill
-from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel, key_heads
+from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
 from sluice.backends.hopper.prefill_state import hopper_state_kernel
 from sluice.backends.triton import interpreted
-from tests.gpu.cross import resources
+from tests.gpu.cross import resources, sass
 
 C, K = 64, 128
 HEADS = {"HQ": 16, "HK": 16, "HV": 32, "K": K, "V": K, "HEADS": 2}
-FLOATS = {"g", "A_log", "dt_bias", "beta", "g2", "p_scale", "r_q", "r_k", "joined", "state"}
+FLOATS = {"g", "A_log", "dt_bias", "beta", "g2", "r_k", "joined", "state"}
 INDICES = {"slots": "*i64", "write_slots": "*i64", "has_state": "*i1", "cu_seqlens": "*i32"}
-NO_NORM = {"r_q_ptr": None, "r_k_ptr": None}
+NO_NORM = {"r_k_ptr": None}
 NO_RAW = {"A_log_ptr": None, "dt_bias_ptr": None, "RAW_BETA": False}
-STATE = {"NUM_BUFFERS": prefill.NUM_BUFFERS, "STATE_KV": False, "joined_ptr": None, "OUTPUT": True}
+STATE = {
+    "NUM_BUFFERS": prefill.NUM_BUFFERS[128],
+    "STATE_KV": False,
+    "joined_ptr": None,
+    "OUTPUT": True,
+}
 KERNELS = {
     "chunks": (hopper_chunks_kernel, NO_NORM | NO_RAW),
     "chunks, raw gates and norm": (hopper_chunks_kernel, {"RAW_BETA": True}),
     "chunks, no decay": (hopper_chunks_kernel, NO_NORM | NO_RAW | {"g_ptr": None, "g2_ptr": None}),
-    "states, 64 columns": (hopper_state_kernel, STATE | NO_NORM | {"BLOCK_V": 64}),
+    "states, 64 columns": (
+        hopper_state_kernel,
+        STATE | NO_NORM | {"BLOCK_V": 64, "NUM_BUFFERS": prefill.NUM_BUFFERS[64]},
+    ),
+    "states, 128 columns, no norm": (
+        hopper_state_kernel,
+        STATE | NO_NORM | {"BLOCK_V": 128},
+    ),
     "states, 128 columns": (
         hopper_state_kernel,
         STATE | {"BLOCK_V": 128, "STATE_KV": True, "cu_seqlens_ptr": None},
@@ -42,10 +54,14 @@ KERNELS = {
     ),
 }
 
+SPILLS = {"states, 128 columns": 288}
+"""Bytes a thread. None is spilled in the loops over chunks; Triton 3.8 spills 264 around them, where
+a state [K, V] is loaded and stored, 3.6, with which the kernels run, 80."""
+
 
 def kind(name: str, chunks: bool) -> str:
     """What a parameter is, as Triton writes it: the parallel half's, or the serial one's."""
-    number = "fp16" if name.startswith("p_") else "bf16"
+    number = "bf16"
     if name.endswith("_desc"):
         width = K if chunks else C
         layout = gl.NVMMASharedLayout.get_default_for([C, width], gl.bfloat16)
@@ -60,7 +76,10 @@ def kind(name: str, chunks: bool) -> str:
 @pytest.mark.skipif(interpreted(), reason="the interpreter does not compile")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_for_hopper_and_fits(name):
-    """Next to no spills, shared memory of one SM, tensor-core instructions of a warpgroup."""
+    """Next to no spills, shared memory of one SM, tensor-core instructions that do not wait.
+
+    Where registers are short ptxas waits after each of them, and says so nowhere else.
+    """
     fn, constants = KERNELS[name]
     constants = HEADS | constants
     signature, values, attributes = {}, {}, {}
@@ -74,13 +93,13 @@ def test_a_kernel_compiles_for_hopper_and_fits(name):
     source = GluonASTSource(fn=fn, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": 4}
     if fn is hopper_chunks_kernel:
-        heads = key_heads(HEADS["HK"], HEADS["HV"])
-        options["maxnreg"] = prefill.CHUNK_REGISTERS[heads]
+        options["maxnreg"] = prefill.CHUNK_REGISTERS
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     used = resources(compiled)
-    assert used.spills <= 160
+    assert used.spills <= SPILLS.get(name, 160)
     assert used.shared <= 227 * 1024
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    code = sass(compiled)
+    assert 0 < 2 * code.count("WARPGROUP.ARRIVE") < code.count("HGMMA")
 
 
 def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> SimpleNamespace:

@@ -18,19 +18,19 @@ from sluice.backends.triton.launch import dense, strides
 from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
-CHUNK, ROWS, NUM_BUFFERS = 64, 64, 3
+CHUNK, ROWS = 64, 64
+NUM_BUFFERS = {64: 4, 128: 3}  # chunks whose tiles fit into shared memory, by BLOCK_V
 WHOLE = portable.WHOLE
-CHUNK_REGISTERS = {1: 128, 2: 168}  # of a thread, by key heads: four or three programs an SM
+CHUNK_REGISTERS = 128  # of a thread of the parallel half: four programs an SM
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
 """Tokens of a segment: what a plan may choose."""
-STATE_TOKENS, ROOM = 512, 0.45
+STATE_TOKENS, ROOM = 512, 0.95
 """A segment's state and transition take as much memory as the values of so many tokens; all of them
 together may take this part of v, so that the workspace stays below 1.5 times v."""
-CHUNK_US = {64: 0.85, 128: 1.5}
-EFFECT_US, JOIN_US, LAUNCH_US = 1.0, 1.5, 4.0
-"""Weights of the plan's model: a chunk by BLOCK_V, a chunk of a segment's effect, one join, and a
-launch more. They were guessed in microseconds, and measured a chunk takes 1.3 to 1.4 and about 2.9;
-the plans that follow from these weights are the ones that were timed (docs/kernels/prefill.md)."""
+CHUNK_US = {64: 1.5, 128: 2.5}
+EFFECT_US, JOIN_US, LAUNCH_US = 1.3, 3.4, 8.0
+"""The plan's model: microseconds of a chunk by BLOCK_V, of a chunk of a segment's effect, of one
+join, and of a launch more, as measured on an H200 (docs/kernels/prefill.md)."""
 
 
 class Plan(NamedTuple):
@@ -84,9 +84,17 @@ def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
 
 
 def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
-    """Both halves, by a given plan."""
+    """Both halves, by a given plan. A process's first call compiles its kernels side by side."""
+    if hopper_state_kernel.device_caches:
+        _run(p, t, plan)
+        return
+    with launching.compiling([functools.partial(_run, p, t, plan)]):
+        _run(p, t, plan)
+
+
+def _run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
     with torch.cuda.device(p.device):
-        parts = _chunks(p, t) if p.HQ == p.HK else portable.chunk_parts(p, t, p.scale)
+        parts = _chunks(p, t)
         if not plan.segment:
             _states(p, t, parts, plan, None, output=True)
             return
@@ -97,37 +105,36 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
         _states(p, t, parts, plan, joined, output=True)
 
 
-def _chunks(p: DeltaProblem, t: DeltaTensors) -> portable.Parts:
-    """The parallel half, where each key head has one query head."""
-    tokens = p.B * p.T
+class Parts(NamedTuple):
+    """What the parallel half leaves for the serial one: tensors over B * T tokens."""
+
+    a: Tensor  # [.., HV, C]: Ag
+    g2: Tensor | None  # [.., HV] float32: cumulative log2 decay in the chunk; None without g
+    r_k: Tensor | None  # [.., HK] float32: inverse lengths of the keys; None without norm
+
+
+def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
+    """The parallel half."""
+    tokens, heads = p.B * p.T, key_heads(p.HK, p.HV)
     assert t.beta is not None
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(tokens, *shape, dtype=dtype, device=p.device)
-
-    a = empty(p.HV, CHUNK, dtype=p.dtype)
-    products, p_scale = empty(p.HV, CHUNK, dtype=torch.float16), empty(p.HV)
-    g2 = None if t.g is None else empty(p.HV)
-    r_q, r_k = (empty(p.HK) if p.normalize_qk else None for _ in range(2))
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=p.device)
+    a = empty(tokens, p.HV, CHUNK, dtype=p.dtype)
+    g2 = None if t.g is None else empty(tokens, p.HV)
+    r_k = empty(tokens, p.HK) if p.normalize_qk else None
     _launch(
         hopper_chunks_kernel,
-        portable.units_of(p, CHUNK, tail=True) * (p.HK // key_heads(p.HK, p.HV)),
-        maxnreg=CHUNK_REGISTERS[key_heads(p.HK, p.HV)],
-        q_desc=_matrix(p, t.q, p.K),
+        portable.units_of(p, CHUNK, tail=True) * (p.HK // heads),
+        maxnreg=CHUNK_REGISTERS,
         k_desc=_matrix(p, t.k, p.K),
         g_ptr=t.g,
         A_log_ptr=dense(t.A_log),
         dt_bias_ptr=dense(t.dt_bias),
         beta_ptr=t.beta,
         a_ptr=a,
-        p_ptr=products,
-        p_scale_ptr=p_scale,
         g2_ptr=g2,
-        r_q_ptr=r_q,
         r_k_ptr=r_k,
         o_ptr=t.out,
         cu_seqlens_ptr=dense(t.rows.cu_seqlens),
-        scale=p.scale,
         beta_scale=2.0 if p.neg_eigval else 1.0,
         N=p.N,
         T=p.T,
@@ -140,21 +147,19 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> portable.Parts:
         V=p.V,
         RAW_BETA=p.raw_gates,
     )
-    return portable.Parts(a, products, p_scale, g2, r_q, r_k)
+    return Parts(a, g2, r_k)
 
 
 def _states(
     p: DeltaProblem,
     t: DeltaTensors,
-    parts: portable.Parts,
+    parts: Parts,
     plan: Plan,
     joined: Tensor | None,
     *,
     output: bool,
 ) -> None:
     """The serial half: outputs and final states, or what each segment does to any state."""
-    assert parts.a is not None
-    assert parts.p_scale is not None
     rows, segment = t.rows, plan.segment or WHOLE
 
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
@@ -165,17 +170,9 @@ def _states(
         k_desc=_matrix(p, t.k, ROWS),
         v_desc=_matrix(p, t.v, ROWS),
         a_desc=_matrix(p, parts.a, CHUNK),
-        p_desc=_matrix(p, parts.p, CHUNK),
         o_desc=_matrix(p, t.out, ROWS),
-        q_ptr=t.q,
-        k_ptr=t.k,
-        v_ptr=t.v,
-        a_ptr=parts.a,
-        p_ptr=parts.p,
-        p_scale_ptr=parts.p_scale,
         o_ptr=t.out,
         g2_ptr=parts.g2,
-        r_q_ptr=parts.r_q,
         r_k_ptr=parts.r_k,
         joined_ptr=joined,
         state_ptr=t.state,
@@ -188,9 +185,6 @@ def _states(
         T=p.T,
         pad_slot=p.rows.pad_slot,
         segment_size=segment,
-        stride_q_t=t.q.stride(1),
-        stride_k_t=t.k.stride(1),
-        stride_v_t=t.v.stride(1),
         stride_o_t=t.out.stride(1),
         stride_state_p=t.state.stride(0),
         HQ=p.HQ,
@@ -199,7 +193,7 @@ def _states(
         K=p.K,
         V=p.V,
         BLOCK_V=plan.BLOCK_V,
-        NUM_BUFFERS=NUM_BUFFERS,
+        NUM_BUFFERS=NUM_BUFFERS[plan.BLOCK_V],
         STATE_KV=p.state_layout == "kv",
         OUTPUT=output,
     )

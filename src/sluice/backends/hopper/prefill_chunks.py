@@ -1,14 +1,12 @@
-"""The parallel half of chunked prefill on Hopper, in Gluon: one program makes P and Ag of a chunk.
+"""The parallel half of chunked prefill on Hopper, in Gluon: one program makes Ag of a chunk.
 
-It owns a chunk of C = 64 tokens of one or two key heads, makes Q Kᵀ and K Kᵀ once, and for each
-value head, four at a time, a warp each,
+It owns a chunk of C = 64 tokens of one or two key heads, makes K Kᵀ once, and for each value head,
+four at a time, a warp each,
 
-    P  = scale lower(G ∘ Q Kᵀ)                     G_ij = exp(gc_i - gc_j), i >= j
     A  = (I + M)⁻¹, M = strictLower(diag(beta) K Kᵀ)
-    Ag = (G ∘ A) diag(beta)
+    Ag = (G ∘ A) diag(beta)                        G_ij = exp(gc_i - gc_j), i >= j
 
-with gc the cumulative log decay in the chunk (docs/kernels/chunked.md); A: prefill_inverse. P is
-stored in float16 for every input dtype, each row divided by a power of two of its own.
+with gc the cumulative log decay in the chunk (docs/kernels/chunked.md); A: prefill_inverse.
 """
 
 # ruff: noqa: RUF005, SIM102 (what a kernel may not say)
@@ -22,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -138,19 +135,6 @@ def inverse_lengths(smem, count, r_ptr, r_smem, H: gl.constexpr):
 
 
 @gluon.jit
-def row_scale(qk, scale):
-    """The power of two by which a row of P goes to float16: its largest comes to [2¹⁰, 2¹¹).
-
-    1 for a row of zeros. Neither it nor its inverse, the second result, leaves normal float32.
-    """
-    largest = gl.max(gl.abs(qk), axis=1) * gl.abs(scale)
-    bits = (largest.to(gl.int32, bitcast=True) & 0x7F800000) - (10 << 23)
-    bits = gl.minimum(gl.maximum(bits, 1 << 23), 253 << 23)
-    bits = gl.where(largest == 0.0, 127 << 23, bits)
-    return bits.to(gl.float32, bitcast=True), (0x7F000000 - bits).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def zero_rows(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
     """Zeros for ``count`` tokens that no sequence owns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -164,22 +148,20 @@ def zero_rows(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def store_squares(
-    a_ptr, p_ptr, A, qk_smem, X, g_rows, b_rows, count, heads, quads: gl.constexpr,
+def store_inverse(
+    a_ptr, A, X, g_rows, b_rows, count, heads, quads: gl.constexpr,
     HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr, DECAY: gl.constexpr,
 ):  # fmt: skip
-    """Ag and P of four value heads, block by block of [16, 16], zeros above the diagonal."""
+    """Ag of four value heads, block by block of [16, 16], zeros above the diagonal."""
     C: gl.constexpr = C_TOKENS
-    H: gl.constexpr = 4 // KH
-    FIRST: gl.constexpr = 4 if KH == 2 else 0
     by_row: gl.constexpr = gl.SliceLayout(3, quads)
     by_column: gl.constexpr = gl.SliceLayout(2, quads)
     kh = along(0, KH, quads, 4)
-    h = along(1, H, quads, 4)
+    h = along(1, 4 // KH, quads, 4)
     row = along(2, 16, quads, 4)
     column = along(3, 16, quads, 4)
     at = row * (HV * C) + (kh * R + h) * C + column
-    zeros = gl.zeros([KH, H, 16, 16], gl.float16, quads)
+    zeros = gl.zeros([KH, 4 // KH, 16, 16], a_ptr.dtype.element_ty, quads)
     for i in gl.static_range(4):
         on = (row + 16 * i < count) & (h < heads) & (kh < KH) & (column < 16)
         if DECAY:
@@ -187,13 +169,10 @@ def store_squares(
         for j in gl.static_range(4):
             to = at + (16 * i * HV * C + 16 * j)
             if j > i:
-                gl.store(a_ptr + to, zeros.to(a_ptr.dtype.element_ty), mask=on)
-                gl.store(p_ptr + to, zeros, mask=on)
+                gl.store(a_ptr + to, zeros, mask=on)
             else:
-                p = qk_smem.index(i * 4 + j)
-                p = gl.expand_dims(p.load(gl.SliceLayout(1, quads)).to(gl.float32), 1)
                 if i == j:
-                    a = X.index(FIRST + i).load(quads)
+                    a = X.index(i).load(quads)
                 else:
                     a = unmixed(A[i * (i - 1) // 2 + j], quads, KH)
                 a = a * gl.expand_dims(b_rows.index(j).load(by_column), 2)
@@ -201,32 +180,22 @@ def store_squares(
                     g = g_i - gl.expand_dims(g_rows.index(j).load(by_column), 2)
                     if i == j:
                         g = gl.where(row >= column, g, 0.0)
-                    G = gl.exp2(g)
-                    a = a * G
-                    p = p * G
-                else:
-                    p = gl.where(h < H, p, 0.0)  # as wide as a
+                    a = a * gl.exp2(g)
                 gl.store(a_ptr + to, a.to(a_ptr.dtype.element_ty), mask=on)
-                gl.store(p_ptr + to, p.to(gl.float16), mask=on)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b"])
 def hopper_chunks_kernel(
-    q_desc,  # [B * T, HK * K], block [C, K]
     k_desc,  # [B * T, HK * K], block [C, K]
     g_ptr,  # [B, T, HV]; None: no decay
     A_log_ptr,  # [HV]; None: g is no raw gate
     dt_bias_ptr,  # [HV]; None: 0
     beta_ptr,  # [B, T, HV]
     a_ptr,  # [B * T, HV, C]: Ag
-    p_ptr,  # [B * T, HV, C] float16: P, a row divided by its p_scale
-    p_scale_ptr,  # [B * T, HV] float32: powers of two
     g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
-    r_q_ptr,  # [B * T, HK] float32: inverse lengths; None without norm
-    r_k_ptr,  # [B * T, HK] float32
+    r_k_ptr,  # [B * T, HK] float32: inverse lengths; None without norm
     o_ptr,  # [B * T, HV * V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
-    scale,
     beta_scale,
     N,
     T,
@@ -272,12 +241,10 @@ def hopper_chunks_kernel(
     by_column: gl.constexpr = gl.SliceLayout(0, acc)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     blocks: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    grid: gl.constexpr = gl.SharedLinearLayout(block_offsets([4, 4, KH, 16, 16], (2, 0), (4, 8)))
     turned: gl.constexpr = gl.SharedLinearLayout(
         block_offsets([4, 4, KH, 16, 16], (2, 8), (4, 0), turned=True)
     )
     every: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
-    half: gl.constexpr = gl.SharedLinearLayout(block_offsets([KH, 16, 16], (2, 0), (4, 8)))
     block: gl.constexpr = gl.SharedLinearLayout(block_offsets([KH, 16, 16], (2, 8), (4, 0)))
     inverses: gl.constexpr = gl.SharedLinearLayout(
         block_offsets([4, KH, H, 16, 16], (2, 8), (5, 0))
@@ -297,19 +264,16 @@ def hopper_chunks_kernel(
         at = o_ptr + row.to(gl.int64) * stride_o_t + group * (KH * R * V)
         zero_rows(at, count, stride_o_t, KH * R * V)
     if (count > 0) & (seq < N):
-        q_smem = gl.allocate_shared_memory(dtype, [KH, C, K], q_desc.layout)
         k_smem = gl.allocate_shared_memory(dtype, [KH, C, K], k_desc.layout)
         g_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], blocks)
         b_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], blocks)
-        s_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
         bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(bar, count=1)
         fence_async_shared()
-        mbarrier.expect(bar, KH * 2 * 2 * C * K)
+        mbarrier.expect(bar, KH * 2 * C * K)
         for kh in gl.static_range(KH):
             column = (group * KH + kh) * K
             tma.async_copy_global_to_shared(k_desc, [row, column], bar, k_smem.index(kh))
-            tma.async_copy_global_to_shared(q_desc, [row, column], bar, q_smem.index(kh))
         barrier()  # no copy is put off behind the gates
 
         batch = seq * 0
@@ -328,51 +292,32 @@ def hopper_chunks_kernel(
         i = gl.expand_dims(gl.arange(0, C, by_row), 1)
         j = gl.expand_dims(gl.arange(0, C, by_column), 0)
         none = gl.zeros([C, C], gl.float32, acc)
-        # Q and K are done with after these products, which take their place
+        # K is done with after its products, which take its place
         d_smem = k_smem._reinterpret(gl.float32, [4, 4, KH, 16, 16], every).slice(0, 1, 1)
         kk_smem = k_smem._reinterpret(gl.float32, [16, KH, 16, 16], block)
-        qk_smem = q_smem._reinterpret(gl.float16, [32, KH, 16, 16], half)
-        if KH == 2:  # behind Q Kᵀ there is room; invert and store_squares count from there
-            x_smem = q_smem._reinterpret(gl.float32, [2, 4, KH, H, 16, 16], inverses).index(1)
-            X = q_smem._reinterpret(gl.float32, [8, KH, H, 16, 16], inverse)
-        else:
-            x_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16, 16], inverses)
-            X = x_smem._reinterpret(gl.float32, [4, KH, H, 16, 16], inverse)
+        x_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16, 16], inverses)
+        X = x_smem._reinterpret(gl.float32, [4, KH, H, 16, 16], inverse)
         g_rows = g_smem._reinterpret(gl.float32, [4, KH, H, 16], rows)
         b_rows = b_smem._reinterpret(gl.float32, [4, KH, H, 16], rows)
         mbarrier.wait(bar, 0)
         if r_k_ptr is not None:
             r_k_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
-            r_q_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
             for kh in gl.static_range(KH):
                 at = tokens * HK + group * KH + kh
                 inverse_lengths(k_smem.index(kh), count, r_k_ptr + at, r_k_smem.index(kh), HK)
-                inverse_lengths(q_smem.index(kh), count, r_q_ptr + at, r_q_smem.index(kh), HK)
         kks = ()
-        qks = ()
         for kh in gl.static_range(KH):
             k_tile = k_smem.index(kh)
-            q_tile = q_smem.index(kh)
-            k_t = k_tile.permute((1, 0))
-            kk = warpgroup_mma(k_tile, k_t, none, use_acc=False, is_async=True)
-            qk = warpgroup_mma(q_tile, k_t, none, use_acc=False, is_async=True)
-            kk = warpgroup_mma_wait(1, deps=[kk])
-            qk = warpgroup_mma_wait(0, deps=[qk])
+            kk = warpgroup_mma(k_tile, k_tile.permute((1, 0)), none, use_acc=False)
             if r_k_ptr is not None:
                 r_j = gl.expand_dims(r_k_smem.index(kh).load(by_column), 0)
                 kk = kk * gl.expand_dims(r_k_smem.index(kh).load(by_row), 1) * r_j
-                qk = qk * gl.expand_dims(r_q_smem.index(kh).load(by_row), 1) * r_j
             # what other sequences' tokens hold must not come in, were it not a number
             if count < C:
                 kk = gl.where((i < count) & (j < count), kk, 0.0)
-            qk = gl.where(i >= j, qk, 0.0)
-            p_scale, divisor = row_scale(qk, scale)
-            s_smem.index(kh).store(p_scale)
             kks = kks + (kk,)
-            qks = qks + ((qk * gl.expand_dims(scale * divisor, 1)).to(gl.float16),)
         barrier()
         k_smem._reinterpret(gl.float32, [4, 4, KH, 16, 16], turned).store(by_block(kks))
-        q_smem._reinterpret(gl.float16, [2, 4, 4, KH, 16, 16], grid).index(0).store(by_block(qks))
 
         for first in range(0, R, H):
             head = group * (KH * R) + first
@@ -389,10 +334,8 @@ def hopper_chunks_kernel(
             at = tokens * HV + head
             if g_ptr is not None:
                 store_rows(g2_ptr + at, g_smem, count, heads, HV, R, KH)
-            scales = s_smem._reinterpret(gl.float32, [KH, 1, 4, 16], blocks).permute((2, 0, 1, 3))
-            store_rows(p_scale_ptr + at, scales, count, heads, HV, R, KH)
             A = invert(kk_smem, d_smem, b_smem, x_smem, X, b_rows, quads, upright, KH)
-            store_squares(
-                a_ptr + at * C, p_ptr + at * C, A, qk_smem, X, g_rows, b_rows, count, heads,
-                quads, HV, R, KH, g_ptr is not None,
+            store_inverse(
+                a_ptr + at * C, A, X, g_rows, b_rows, count, heads, quads, HV, R, KH,
+                g_ptr is not None,
             )  # fmt: skip

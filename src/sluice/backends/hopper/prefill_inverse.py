@@ -163,7 +163,6 @@ def invert(
     Of (I + M)⁻¹, M strictly lower, with mixed columns; those of the diagonal stay in x_smem. Right
     factors are needed transposed, and where the transpose is not at hand it is a product too.
     """
-    FIRST: gl.constexpr = 4 if KH == 2 else 0
     acc: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]
     )
@@ -171,14 +170,14 @@ def invert(
     x_smem.store(invert_diagonal(d_smem, b_smem, KH))
     X_t = ()
     for b in gl.static_range(3):
-        x = X.index(FIRST + b).permute((0, 1, 3, 2)).load(upright).to(gl.float16)
+        x = X.index(b).permute((0, 1, 3, 2)).load(upright).to(gl.float16)
         x = gl.permute(gl.reshape(x, [4, 4, 2, 2, 16]), (0, 2, 1, 3, 4))
         X_t = X_t + (gl.reshape(x, [4, 16, 16]),)
     E = ()  # -E_ij
     E_t = ()
     for i in gl.static_range(1, 4):
         beta = gl.expand_dims(b_rows.index(i).load(gl.SliceLayout(2, quads)), 2)
-        x = mixed(X.index(FIRST + i).load(quads).to(gl.float16))
+        x = mixed(X.index(i).load(quads).to(gl.float16))
         for j in gl.static_range(i):
             kk = kk_smem.index(j * 4 + (i ^ j))
             n_t = gl.expand_dims(kk.load(gl.SliceLayout(1, quads)), 1) * -beta

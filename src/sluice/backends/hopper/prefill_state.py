@@ -9,11 +9,10 @@ nothing of it goes through shared memory (docs/kernels/chunked.md):
     Oᵀ  = scale (e^gc Sᵀ Qᵀ + Vdᵀ Pᵀ)
     Sᵀ <- e^gl Sᵀ + (e^(gl - gc) Vdᵀ) K
 
-Ag, P (float16, over a power of two a token) and the gates come from the kernels that run over
-chunks in parallel. A warp that does nothing else asks for whole chunks by TMA, as many ahead as
-there are buffers. One warpgroup holds 64 value columns of one head; with BLOCK_V = 128 two of them
-share a program's tiles and run apart. What is left at the end of a sequence comes by masked loads,
-since the tokens behind it belong to others.
+Ag and the cumulative decays come from the kernel that runs over chunks in parallel. Four warps work
+ahead (prefill_maker.py): they ask for tiles by TMA, as many chunks ahead as there are buffers, and
+make P and the factors of a chunk. One warpgroup holds 64 value columns of one head
+(prefill_warps.py); with BLOCK_V = 128 two of them share a program's tiles and run apart.
 
 Without OUTPUT the same kernel makes what a segment does to any state: S_zero, from zero, and the
 transition M, from the identity and without values.
@@ -26,8 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sluice.backends.hopper.prefill_maker import C_TOKENS, ROWS, make, make_notes
 from sluice.backends.hopper.prefill_tiles import unit_span
-from sluice.backends.hopper.prefill_warps import C_TOKENS, ROWS, consume, produce
+from sluice.backends.hopper.prefill_warps import consume
 
 
 @gluon.jit(do_not_specialize=["N", "T", "pad_slot", "segment_size"])
@@ -36,18 +36,10 @@ def hopper_state_kernel(
     k_desc,  # [B * T, HK * K], block [C, 64]
     v_desc,  # [B * T, HV * V], block [C, 64]
     a_desc,  # [B * T, HV * C], block [C, C]: Ag
-    p_desc,  # [B * T, HV * C] float16, block [C, C]: P, times scale, over p_scale
     o_desc,  # [B * T, HV * V], block [C, 64]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    a_ptr,
-    p_ptr,
-    o_ptr,  # the same six
+    o_ptr,  # the same
     g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
-    p_scale_ptr,  # [B * T, HV] float32: powers of two
-    r_q_ptr,  # [B * T, HQ] float32: inverse lengths; None without norm
-    r_k_ptr,  # [B * T, HK] float32
+    r_k_ptr,  # [B * T, HK] float32: inverse lengths; None without norm
     joined_ptr,  # [units, HV, K, V + K] float32: S_zero | M without OUTPUT, else states; None
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     slots_ptr,  # [N]; None: row i is sequence i
@@ -59,9 +51,6 @@ def hopper_state_kernel(
     T,
     pad_slot,
     segment_size,
-    stride_q_t,
-    stride_k_t,
-    stride_v_t,
     stride_o_t,
     stride_state_p,
     HQ: gl.constexpr,
@@ -105,15 +94,12 @@ def hopper_state_kernel(
         block = block % BLOCKS_V
     first_row = block * BLOCK_V
     column_v = head_v * V + first_row
-    chunks = gl.where(live, tokens // C, 0)
 
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
     if g2_ptr is not None:
         g2_ptr += head_v
-    p_scale_ptr += head_v
     if r_k_ptr is not None:
-        r_q_ptr += head_q
         r_k_ptr += head_k
 
     dtype: gl.constexpr = k_desc.dtype
@@ -123,20 +109,26 @@ def hopper_state_kernel(
     v_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS * HALVES, C, ROWS], v_desc.layout)
     a_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, C, C], a_desc.layout)
     if OUTPUT:
-        p_bufs = gl.allocate_shared_memory(gl.float16, [NUM_BUFFERS, C, C], p_desc.layout)
+        products: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
+        p_bufs = gl.allocate_shared_memory(gl.float16, [2, C, C], products)
         o_bufs = gl.allocate_shared_memory(dtype, [HALVES, C, ROWS], v_desc.layout)
     else:  # nothing is read
         p_bufs = a_bufs
         o_bufs = v_bufs
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    past = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
-    to_end = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
-    read = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
-    lift = gl.allocate_shared_memory(gl.float32, [HALVES, C], plain)
+    past = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
+    to_end = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
+    read = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
+    lift = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
+    whole = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
+    factors = (past, to_end, read, lift, whole)
+    notes = make_notes(plain)
     ready = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_BUFFERS):
         mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(made.index(stage), count=1)
         mbarrier.init(free.index(stage), count=HALVES)
     fence_async_shared()
 
@@ -160,34 +152,33 @@ def hopper_state_kernel(
         source_ptr = joined_ptr
         target_ptr = joined_ptr + (unit.to(gl.int64) * HV + head_v) * (K * (V + K))
         target_ptr += gl.where(values != 0, 0, V)
-    request = (
-        q_desc, k_desc, v_desc, a_desc, p_desc, kq_bufs, v_bufs, a_bufs, p_bufs, ready, free,
-        chunks, row, head_q, head_k, head_v, column_v, values != 0,
+    tiles = (
+        q_desc, k_desc, v_desc, a_desc, kq_bufs, v_bufs, a_bufs, ready, free, row,
+        gl.where(live, tokens, 0), head_q * K, head_k * K, head_v * C, column_v, values != 0,
     )  # fmt: skip
+    ahead = (tiles, factors, notes, p_bufs, made, g2_ptr, r_k_ptr, scale)
     work = (
-        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, (past, to_end, read, lift), ready, free, o_desc,
-        q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, o_ptr, g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr,
-        source_ptr, known, joined_ptr, split, target_ptr, keep,
-        scale, live, row, tokens, head_q, head_k, head_v, column_v, first_row, values,
-        stride_q_t, stride_k_t, stride_v_t, stride_o_t,
+        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, o_desc,
+        o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
+        live, row, tokens, column_v, first_row, values, stride_o_t,
     )  # fmt: skip
     # constants stay constants only where they stand in the call
     if HALVES == 1:
         gl.warp_specialize(
             [
-                (consume, (work, HQ, HK, HV, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
-                (produce, (request, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (consume, (work, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
+                (make, (ahead, HK, HV, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
             ],
-            [1],
-            [24],
+            [4],
+            [152],
         )
     else:
         gl.warp_specialize(
             [
-                (consume, (work, HQ, HK, HV, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
-                (consume, (work, HQ, HK, HV, K, V, STATE_KV, 1, HALVES, NUM_BUFFERS, OUTPUT)),
-                (produce, (request, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (consume, (work, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
+                (consume, (work, K, V, STATE_KV, 1, HALVES, NUM_BUFFERS, OUTPUT)),
+                (make, (ahead, HK, HV, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 4],
+            [216, 72],
         )

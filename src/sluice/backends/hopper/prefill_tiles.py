@@ -1,4 +1,4 @@
-"""What the Gluon kernels of prefill share: where a program's tokens lie, masked tiles, gates."""
+"""What the Gluon kernels of prefill share: where a program's tokens and a state's elements lie."""
 
 # ruff: noqa: RET505 (what a kernel may not say, and constants decide)
 
@@ -44,18 +44,6 @@ def unit_span(unit, cu_seqlens_ptr, N, T, size):
         if seq < N:
             end = gl.load(cu_seqlens_ptr + seq + 1).to(gl.int32)
     return seq, start, number, end
-
-
-@gluon.jit
-def fill(smem, ptr, stride, count, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Copy ``count`` rows of a tile into shared memory, zeros behind them."""
-    threads: gl.constexpr = COLUMNS // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    at = gl.expand_dims(rows * stride, 1) + gl.expand_dims(columns, 0)
-    mask = gl.expand_dims(rows < count, 1) & (gl.expand_dims(columns, 0) < COLUMNS)
-    smem.store(gl.load(ptr + at, mask=mask, other=0.0))
 
 
 @gluon.jit

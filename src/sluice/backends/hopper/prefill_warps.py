@@ -1,10 +1,10 @@
-"""What the warps of hopper_state_kernel do: one asks for tiles, one or two groups of four compute.
+"""What a warpgroup of hopper_state_kernel does that holds 64 value columns of a state.
 
 The equations are in prefill_state.py. Per chunk the tensor cores wait for the state three times;
-all that is not in that chain (the output, its store, the next chunk's gates and values) is done
-while they work on the next chunk's first product.
+all that is not in that chain (the output, its store, the next chunk's values) is done while they
+work on the next chunk's first product.
 
-P and Vd meet in float16, each with powers of two: P by token, from the parallel half, Vd by value
+P and Vd meet in float16, each with powers of two: P by token (prefill_maker.py), Vd by value
 column, made here. In bfloat16 their sum would lose two bits where keys repeat (docs/numerics.md).
 """
 
@@ -20,103 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sluice.backends.hopper.prefill_tiles import barrier, fill, state_offsets
-
-ROWS = gl.constexpr(64)  # value columns of a warpgroup
-C_TOKENS = gl.constexpr(64)
-
-
-@gluon.jit
-def produce(
-    request,
-    K: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    NUM_BUFFERS: gl.constexpr,
-    OUTPUT: gl.constexpr,
-):
-    """Ask for all whole chunks, each as soon as its buffers are free."""
-    (
-        q_desc, k_desc, v_desc, a_desc, p_desc, kq_bufs, v_bufs, a_bufs, p_bufs, ready, free,
-        chunks, row, head_q, head_k, head_v, column_v, values,
-    ) = request  # fmt: skip
-    C: gl.constexpr = C_TOKENS
-    HALVES: gl.constexpr = BLOCK_V // ROWS
-    COMMON: gl.constexpr = 2 * C * (2 * K + 2 * C if OUTPUT else K + C)
-    stage = 0
-    phase = 1
-    for chunk in range(chunks):
-        bar = ready.index(stage)
-        mbarrier.wait(free.index(stage), phase)
-        t = row + chunk * C
-        if values:
-            mbarrier.expect(bar, COMMON + 2 * C * BLOCK_V)
-        else:
-            mbarrier.expect(bar, COMMON)
-        copy_rows(k_desc, kq_bufs.index(stage).slice(0, C, 0), t, head_k * K, bar, K)
-        for half in gl.static_range(HALVES):
-            v_smem = v_bufs.index(stage * HALVES + half)
-            at = column_v + half * ROWS
-            tma.async_copy_global_to_shared(v_desc, [t, at], bar, v_smem, pred=values)
-        tma.async_copy_global_to_shared(a_desc, [t, head_v * C], bar, a_bufs.index(stage))
-        if OUTPUT:
-            copy_rows(q_desc, kq_bufs.index(stage).slice(C, C, 0), t, head_q * K, bar, K)
-            tma.async_copy_global_to_shared(p_desc, [t, head_v * C], bar, p_bufs.index(stage))
-        stage += 1
-        if stage == NUM_BUFFERS:
-            stage = 0
-            phase = phase ^ 1
-
-
-@gluon.jit
-def copy_rows(desc, smem, row, column, bar, K: gl.constexpr):
-    """Ask for a tile [C, K] that is part of a taller one: in pieces of 64 columns."""
-    for piece in gl.static_range(K // ROWS):
-        part = smem.slice(piece * ROWS, ROWS, 1)
-        tma.async_copy_global_to_shared(desc, [row, column + piece * ROWS], bar, part)
-
-
-@gluon.jit
-def load_gates(
-    g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row, count, offs,
-    HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
-    """Log2 decays of a chunk of ``count`` tokens, the last of them, inverse lengths, P's scales."""
-    on = offs < count
-    g2 = offs.to(gl.float32) * 0.0
-    g2_last = 0.0
-    r_k = g2 + 1.0
-    r_q = r_k
-    p_scale = r_k
-    # 32 bits are enough: P alone, 64 times as large, would fill more memory than there is
-    token = row + offs
-    if g2_ptr is not None:
-        g2 = gl.load(g2_ptr + token * HV, mask=on, other=0.0)
-        g2_last = gl.load(g2_ptr + (row + count - 1) * HV, mask=count > 0, other=0.0)
-    if r_k_ptr is not None:
-        r_k = gl.load(r_k_ptr + token * HK, mask=on, other=0.0)
-    if OUTPUT:
-        p_scale = gl.load(p_scale_ptr + token * HV, mask=on, other=1.0)
-        if r_k_ptr is not None:
-            r_q = gl.load(r_q_ptr + token * HQ, mask=on, other=0.0)
-    return g2, g2_last, r_q, r_k, p_scale
-
-
-@gluon.jit
-def keep_gates(
-    factors, g2, g2_last, r_q, r_k, p_scale, scale, HALF: gl.constexpr, OUTPUT: gl.constexpr
-):
-    """Put a chunk's factors into shared memory.
-
-    Of U; of Vd for the state; of S Q before P Vd is added to it; of the sum.
-    """
-    past, to_end, read, lift = factors
-    decay = gl.exp2(g2)
-    past.index(HALF).store(decay * r_k)
-    to_end.index(HALF).store(gl.exp2(g2_last - g2) * r_k)
-    if OUTPUT:
-        inverse = 254 * (1 << 23) - p_scale.to(gl.int32, bitcast=True)  # of a power of two
-        read.index(HALF).store(decay * r_q * scale * inverse.to(gl.float32, bitcast=True))
-        lift.index(HALF).store(p_scale)
+from sluice.backends.hopper.prefill_maker import C_TOKENS, ROWS
+from sluice.backends.hopper.prefill_tiles import barrier, state_offsets
 
 
 @gluon.jit
@@ -155,17 +60,14 @@ def halves(uo, acc_c: gl.constexpr):
 @gluon.jit
 def consume(
     work,
-    HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    STATE_KV: gl.constexpr, HALF: gl.constexpr, HALVES: gl.constexpr, NUM_BUFFERS: gl.constexpr,
-    OUTPUT: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, STATE_KV: gl.constexpr, HALF: gl.constexpr,
+    HALVES: gl.constexpr, NUM_BUFFERS: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 value columns through all tokens of the program."""
     (
-        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, free, o_desc,
-        q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, o_ptr, g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr,
-        source_ptr, known, joined_ptr, split, target_ptr, keep,
-        scale, live, row, tokens, head_q, head_k, head_v, column_v, first_row, values,
-        stride_q_t, stride_k_t, stride_v_t, stride_o_t,
+        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, o_desc,
+        o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
+        live, row, tokens, column_v, first_row, values, stride_o_t,
     ) = work  # fmt: skip
     C: gl.constexpr = C_TOKENS
     dtype: gl.constexpr = kq_bufs.dtype
@@ -178,7 +80,7 @@ def consume(
     left_c: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_c, k_width=2)
     left_k: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_k, k_width=2)
     by_token: gl.constexpr = gl.SliceLayout(0, acc_c)
-    offs = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
+    past, to_end, read, lift, whole = factors
     none = gl.zeros([ROWS, C], gl.float32, acc_c)
     start = none
     if OUTPUT:
@@ -204,23 +106,14 @@ def consume(
             s = own.to(gl.float32) * (1 - values).to(gl.float32)
 
         chunks = tokens // C
-        g2, g2_last, r_q, r_k, p_scale = load_gates(
-            g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row, gl.minimum(tokens, C), offs,
-            HQ, HK, HV, OUTPUT,
-        )  # fmt: skip
-        keep_gates(factors, g2, g2_last, r_q, r_k, p_scale, scale, HALF, OUTPUT)
-        # from here on those of the next chunk: a load's latency is not to sit in the chain
-        g2, g2_next, r_q, r_k, p_scale = load_gates(
-            g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row + C, gl.minimum(tokens - C, C), offs,
-            HQ, HK, HV, OUTPUT,
-        )  # fmt: skip
         first_left = gl.convert_layout(s, left_c).to(dtype)
         mbarrier.wait(ready.index(0), 0, pred=chunks > 0)
         u = warpgroup_mma(first_left, kq_bufs.index(0).permute((1, 0)), start, use_acc=False)
         v = v_bufs.index(HALF).permute((1, 0)).load(acc_c).to(gl.float32)
         if not OUTPUT:
             v = gl.where(given, v, 0.0)
-        decay = factors[0].index(HALF).load(by_token)
+        mbarrier.wait(made.index(0), 0, pred=chunks > 0)
+        decay = past.index(0).load(by_token)
         stage = 0
         phase = 0
         for chunk in range(chunks):
@@ -230,8 +123,8 @@ def consume(
             w_left = gl.convert_layout(w, left_c).to(dtype)
             a_smem = a_bufs.index(stage).permute((1, 0))
             vd = warpgroup_mma(w_left, a_smem, none, use_acc=False, is_async=True)
-            s = s * gl.exp2(g2_last)
-            end = gl.expand_dims(factors[1].index(HALF).load(by_token), 0)
+            s = s * gl.expand_dims(whole.index(stage).load(gl.SliceLayout(1, acc_k)), 1)
+            end = gl.expand_dims(to_end.index(stage).load(by_token), 0)
             next_stage = stage + 1
             if next_stage == NUM_BUFFERS:
                 next_stage = 0
@@ -239,12 +132,25 @@ def consume(
             vd = warpgroup_mma_wait(0, deps=[vd])
             vd_k = gl.convert_layout(vd * end, left_k).to(dtype)
             k_smem = kq_bufs.index(stage).slice(0, C, 0)
-            s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
+            # alone a warpgroup has registers for the output's product behind the state's, which
+            # the chain waits for; of two each makes the output first and is rid of it
+            if HALVES == 1:
+                s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
             if OUTPUT:
                 vd_left, up, down = scaled(vd, left_c)
-                o = o * gl.expand_dims(factors[2].index(HALF).load(by_token), 0) * up
-                p_smem = p_bufs.index(stage).permute((1, 0))
+                o = o * gl.expand_dims(read.index(stage).load(by_token), 0) * up
+                p_smem = p_bufs.index(chunk % 2).permute((1, 0))
                 o = warpgroup_mma(vd_left, p_smem, o, is_async=True)
+            if HALVES == 2:
+                s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
+                if OUTPUT:
+                    o = warpgroup_mma_wait(1, deps=[o])
+                    o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
+                    tma.store_wait(0)
+                    o_bufs.index(HALF).permute((1, 0)).store(o.to(dtype))
+                    fence_async_shared()
+                s = warpgroup_mma_wait(0, deps=[s])
+            elif OUTPUT:
                 s = warpgroup_mma_wait(1, deps=[s])
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
@@ -254,13 +160,12 @@ def consume(
             next_keys = kq_bufs.index(next_stage).permute((1, 0))
             u = warpgroup_mma(next_left, next_keys, start, use_acc=False, is_async=True)
             # while the tensor cores are at it: the output, the next chunk's gates and values
-            if OUTPUT:
+            if OUTPUT and HALVES == 1:
                 o = warpgroup_mma_wait(1, deps=[o])
-                o = o * gl.expand_dims(factors[3].index(HALF).load(by_token), 0) * down
+                o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
                 tma.store_wait(0)
                 o_bufs.index(HALF).permute((1, 0)).store(o.to(dtype))
                 fence_async_shared()
-            keep_gates(factors, g2, g2_next, r_q, r_k, p_scale, scale, HALF, OUTPUT)
             barrier()
             mbarrier.arrive(free.index(stage), count=1)
             if OUTPUT:
@@ -271,41 +176,23 @@ def consume(
             v = v.to(gl.float32)
             if not OUTPUT:
                 v = gl.where(given, v, 0.0)
-            decay = factors[0].index(HALF).load(by_token)
+            mbarrier.wait(made.index(next_stage), phase, pred=chunk + 1 < chunks)
+            decay = past.index(next_stage).load(by_token)
             stage = next_stage
-            g2_last = g2_next
-            ahead = (chunk + 2) * C
-            g2, g2_next, r_q, r_k, p_scale = load_gates(
-                g2_ptr, p_scale_ptr, r_q_ptr, r_k_ptr, row + ahead,
-                gl.minimum(tokens - ahead, C), offs, HQ, HK, HV, OUTPUT,
-            )  # fmt: skip
             u = warpgroup_mma_wait(0, deps=[u])
         if OUTPUT:
             tma.store_wait(0)
 
         rest = tokens - chunks * C
         if rest > 0:
-            mbarrier.wait(free.index(stage), phase ^ 1)  # the other warpgroup's products too
-            first = (row + chunks * C).to(gl.int64)
-            kq_smem = kq_bufs.index(stage)
-            a_smem = a_bufs.index(stage)
-            v_smem = v_bufs.index(stage * HALVES + HALF)
-            k_at = k_ptr + first * stride_k_t + head_k * K
-            fill(kq_smem.slice(0, C, 0), k_at, stride_k_t, rest, C, K)
-            fill(v_smem, v_ptr + first * stride_v_t + column_v, stride_v_t, rest, C, ROWS)
-            fill(a_smem, a_ptr + first * (HV * C) + head_v * C, HV * C, rest, C, C)
-            if OUTPUT:
-                p_smem = p_bufs.index(stage)
-                q_at = q_ptr + first * stride_q_t + head_q * K
-                fill(kq_smem.slice(C, C, 0), q_at, stride_q_t, rest, C, K)
-                fill(p_smem, p_ptr + first * (HV * C) + head_v * C, HV * C, rest, C, C)
-            fence_async_shared()
-            barrier()
+            mbarrier.wait(ready.index(stage), phase)
+            mbarrier.wait(made.index(stage), phase)
             s, o = last_chunk(
-                s, kq_smem, v_smem, a_smem, p_bufs.index(stage), factors, g2_last, start,
-                acc_c, left_c, left_k, HALF, OUTPUT,
+                s, kq_bufs.index(stage), v_bufs.index(stage * HALVES + HALF), a_bufs.index(stage),
+                p_bufs.index(chunks % 2), factors, stage, start, acc_c, left_c, left_k, OUTPUT,
             )  # fmt: skip
             if OUTPUT:
+                first = row + chunks * C
                 store_rows(o_ptr + column_v, o.to(dtype), first, rest, stride_o_t, acc_c)
 
         if keep:
@@ -321,14 +208,14 @@ def consume(
 
 @gluon.jit
 def last_chunk(
-    s, kq_smem, v_smem, a_smem, p_smem, factors, g2_last, start,
-    acc_c: gl.constexpr, left_c: gl.constexpr, left_k: gl.constexpr,
-    HALF: gl.constexpr, OUTPUT: gl.constexpr,
+    s, kq_smem, v_smem, a_smem, p_smem, factors, stage, start,
+    acc_c: gl.constexpr, left_c: gl.constexpr, left_k: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """One chunk by itself: the state behind it and Oᵀ [64, C]."""
     C: gl.constexpr = C_TOKENS
     dtype: gl.constexpr = kq_smem.dtype
     by_token: gl.constexpr = gl.SliceLayout(0, acc_c)
+    past, to_end, read, lift, whole = factors
     none = gl.zeros([ROWS, C], gl.float32, acc_c)
     s_left = gl.convert_layout(s, left_c).to(dtype)
     u = warpgroup_mma(s_left, kq_smem.permute((1, 0)), start, use_acc=False)
@@ -336,15 +223,16 @@ def last_chunk(
     if OUTPUT:
         u, o = halves(u, acc_c)
     v = v_smem.permute((1, 0)).load(acc_c).to(gl.float32)
-    w = v - u * gl.expand_dims(factors[0].index(HALF).load(by_token), 0)
+    w = v - u * gl.expand_dims(past.index(stage).load(by_token), 0)
     w_left = gl.convert_layout(w, left_c).to(dtype)
     vd = warpgroup_mma(w_left, a_smem.permute((1, 0)), none, use_acc=False)
     if OUTPUT:
         vd_left, up, down = scaled(vd, left_c)
-        o = o * gl.expand_dims(factors[2].index(HALF).load(by_token), 0) * up
+        o = o * gl.expand_dims(read.index(stage).load(by_token), 0) * up
         o = warpgroup_mma(vd_left, p_smem.permute((1, 0)), o)
-        o = o * gl.expand_dims(factors[3].index(HALF).load(by_token), 0) * down
-    end = gl.expand_dims(factors[1].index(HALF).load(by_token), 0)
+        o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
+    end = gl.expand_dims(to_end.index(stage).load(by_token), 0)
     vd_k = gl.convert_layout(vd * end, left_k).to(dtype)
-    s = warpgroup_mma(vd_k, kq_smem.slice(0, C, 0), s * gl.exp2(g2_last))
+    s = s * gl.expand_dims(whole.index(stage).load(gl.SliceLayout(1, s.type.layout)), 1)
+    s = warpgroup_mma(vd_k, kq_smem.slice(0, C, 0), s)
     return s, o

@@ -22,6 +22,7 @@ from sluice.backends.triton.configs import Config
 from sluice.contract.problem import Problem
 
 _compile_only: ContextVar[bool] = ContextVar("sluice_compile_only", default=False)
+_compiling: ContextVar[bool] = ContextVar("sluice_compiling", default=False)
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
@@ -184,20 +185,24 @@ def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
     """Make these calls without launching anything; their kernels compile on all cores meanwhile.
 
     What is called within the scope waits for its own kernels alone. With a Triton that cannot
-    compile aside, kernels are compiled there, one after the other.
+    compile aside, and in a scope within another, kernels are compiled there, one after the other.
     """
     aside = getattr(triton, "AsyncCompileMode", None)
-    if aside is None:
+    if aside is None or _compiling.get():
         yield
         return
-    with ThreadPoolExecutor() as pool, aside(pool):
-        token = _compile_only.set(True)
-        try:
-            for call in calls:
-                call()
-        finally:
-            _compile_only.reset(token)
-        yield
+    scope = _compiling.set(True)
+    try:
+        with ThreadPoolExecutor() as pool, aside(pool):
+            token = _compile_only.set(True)
+            try:
+                for call in calls:
+                    call()
+            finally:
+                _compile_only.reset(token)
+            yield
+    finally:
+        _compiling.reset(scope)
 
 
 def strides(x: Tensor | None, name: str, dims: str) -> dict[str, int]:

@@ -146,8 +146,8 @@ class Parts(NamedTuple):
     r_k: Tensor | None  # [.., HK] float32
 
 
-def chunk_parts(p: DeltaProblem, t: DeltaTensors, scale: float = 1.0) -> Parts:
-    """The parallel half: run prefill_chunks.py's kernels over all chunks; P is times ``scale``."""
+def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
+    """The parallel half: run prefill_chunks.py's kernels over all chunks."""
     tokens, exact = p.B * p.T, p.dtype == torch.float32
     BLOCK_K = max(16, configs.power_of_two(p.K))
     empty = functools.partial(torch.empty, device=p.device)
@@ -177,7 +177,6 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors, scale: float = 1.0) -> Parts:
         r_q_ptr=r_q,
         r_k_ptr=r_k,
         o_ptr=t.out,
-        scale=scale,
         **sizes,
         **strides(t.q, "q", "bth"),
         **strides(t.k, "k", "bth"),

@@ -153,7 +153,6 @@ def prefill_products_kernel(
     r_k_ptr,  # [B * T, HK] float32
     o_ptr,  # [B, T, HO, V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
-    scale,  # of P
     N,
     T,
     stride_q_b,
@@ -217,7 +216,7 @@ def prefill_products_kernel(
             )  # fmt: skip
             tl.store(g2_ptr + token * HV + head_v, g2, mask=rows)
             p = p * tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0))
-        p = tl.where(lower, p * scale, 0.0)
+        p = tl.where(lower, p, 0.0)
         if p_scale_ptr is not None:
             up, down = powers(tl.max(tl.abs(p), axis=1), 14)
             tl.store(p_scale_ptr + token * HO + head_o, down, mask=rows)
