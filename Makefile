@@ -7,8 +7,12 @@ PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 GPU_WORKERS ?= 12
-GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d
+GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d,torch
 RESULTS     ?= benchmarks/results
+# transformers releases tested beside the newest, and what they do not share with it
+RELEASES      := 5.2.0 5.12.1
+RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
+  certifi==2026.10.18 typer-slim==0.24.0
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -38,10 +42,15 @@ bench-gpu:  ## every operator beside the peers found, on this GPU, in under eigh
 bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs from the results
 	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
 
-test: $(VENV)/.dev-stamp  ## the whole test suite; then the GPU kernels in Triton's interpreter
+# the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers
+test: $(VENV)/.dev-stamp $(RELEASES:%=$(VENV)/transformers-%/.stamp)  ## every test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
 	  tests/test_contract.py tests/gpu/test_bits.py
+	for release in $(RELEASES); do \
+	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
+	    $(PY) -m pytest -n $(WORKERS) tests/integrations/test_transformers*.py || exit 1; \
+	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract in every dtype and what is promised on a GPU, on this GPU
@@ -89,4 +98,10 @@ $(VENV)/.demo-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 $(VENV)/.dev-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 	@echo "installing sluice[dev]: test tools, transformers, numba, linters ..."
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp
+	@echo "installing transformers $* beside the newest ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+	  transformers==$* $(RELEASE_NEEDS)
 	@touch $@

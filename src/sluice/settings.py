@@ -48,18 +48,22 @@ _CACHES = (
     "FLASHINFER_WORKSPACE_BASE",
     "CUDA_CACHE_PATH",
 )
+# Whether times of a kernel's forms are kept on disk, to choose by them the next time.
+_TUNING_RESULTS = ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING")
 
 
 def for_peers(caches: str | None = None, paths: Sequence[str] = ()) -> None:
     """Set what peers read from the environment, for this process, before they are imported.
 
     FLA hands its calls to FlashQLA where it finds it; a benchmark of FLA wants FLA, tuned in the
-    process that is timed and not by one that ran beside others. ``caches`` is
-    an empty directory to compile into, so that a first call is a cold one (default: as usual).
-    ``paths`` are where processes that a peer starts look for modules first.
+    process that is timed: what others measured, or did not, is neither read nor kept, whatever the
+    environment said. ``caches`` is an empty directory to compile into, so that a first call is a
+    cold one (default: as usual). ``paths`` are where processes that a peer starts look for modules
+    first.
     """
+    for name in _TUNING_RESULTS:
+        os.environ[name] = "0"
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
-    os.environ.setdefault("FLA_CACHE_RESULTS", "0")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if paths:
         before = os.environ.get("PYTHONPATH")

@@ -187,3 +187,26 @@ def others(monkeypatch):
         flashinfer__gdn_decode=(gated_delta_rule_decode_pretranspose,),
         causal_conv1d=(causal_conv1d_as_causal_conv1d_update, causal_conv1d_fn),
     )
+
+
+# ---------------------------------------------------------------------------------------- workers
+
+
+class Spy:
+    """A worker that notes what it is asked and answers at once."""
+
+    def __init__(self, *arguments, **options):
+        self.arguments, self.options = arguments, options
+        self.asked, self.closed, self.restarts, self.caches = [], False, 0, "shared"
+
+    def send(self, method, *arguments):
+        self.asked.append((method, *arguments[:1]))
+
+    def receive(self, timeout):
+        return 0.5, False
+
+    def restart(self, graphs):
+        self.restarts += 1
+
+    def close(self):
+        self.closed = True

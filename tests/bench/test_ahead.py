@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.bench.stand_ins import Spy
 
 from sluice.bench import ahead, floors, run
 from sluice.bench import session as sessions
@@ -96,39 +97,19 @@ def test_equal_prompts_side_by_side_are_what_they_are_one_by_one(small, raw):
 # ---------------------------------------------------------------------------------------- kernels
 
 
-class Spy:
-    """A worker that notes what it is asked and answers at once."""
-
-    def __init__(self, *arguments, **options):
-        self.arguments, self.options = arguments, options
-        self.asked, self.closed, self.restarts, self.caches = [], False, 0, "shared"
-
-    def send(self, method, *arguments):
-        self.asked.append((method, *arguments[:1]))
-
-    def receive(self, timeout):
-        return 0.5, False
-
-    def restart(self, graphs):
-        self.restarts += 1
-
-    def close(self):
-        self.closed = True
-
-
-def crew_of(monkeypatch, names):
-    """A crew of spies: the helpers it begins, the runners, itself."""
+def crew_of(monkeypatch, names, chosen):
+    """A crew of spies for these workloads: the helpers it begins, the runners, itself."""
     helpers = []
     monkeypatch.setattr(
         ahead, "Worker", lambda *a, **k: helpers.append(Spy(*a, **k)) or helpers[-1]
     )
     runners = {name: Spy() for name in names}
-    return helpers, runners, ahead.Crew(runners, options(isolate=True), time.monotonic() + 9)
+    later = time.monotonic() + 9
+    return helpers, runners, ahead.Crew(runners, options(isolate=True), later, chosen)
 
 
 def test_helpers_compile_what_is_found_on_disk(small, monkeypatch):
     names = ("flashqla", "flashinfer", "sluice:separate", "torch")
-    helpers, runners, crew = crew_of(monkeypatch, names)
     prefill, many, other = (
         small("prefill", "9"),
         small("prefill", "3x9"),
@@ -136,6 +117,7 @@ def test_helpers_compile_what_is_found_on_disk(small, monkeypatch):
     )
     decode = small("decode", "N=1", tp=8)
     chosen = [prefill, many, other, decode, small("prefill", "11")]
+    helpers, runners, crew = crew_of(monkeypatch, names, chosen)
     for workload in chosen:
         crew.send(workload, "file")
     asked = [(x.arguments[0], [w for _, w in x.asked]) for x in helpers]
@@ -158,22 +140,6 @@ def test_helpers_compile_what_is_found_on_disk(small, monkeypatch):
     assert len(noted) == 15
     crew.close()
     assert all(x.closed for x in helpers)
-
-
-def test_what_has_the_same_kernels_is_tuned_once(small, monkeypatch):
-    """FLA's norms are tuned anew for every 65,536 rows, its prefill for other heads only."""
-    _, _, crew = crew_of(monkeypatch, ("fla", "sluice"))
-    chosen = [small("prefill", "9"), small("prefill", "3x5"), small("prefill", "9", raw=True)]
-    chosen += [small("conv_qkv", "9"), small("conv_qkv", "5"), small("conv_qkv", "40000")]
-    chosen += [small("conv_qkv", "N=2"), small("decode", "N=1"), small("decode", "N=2")]
-    for workload in chosen:
-        crew.send(workload, "file")
-    late = [chosen[n] for n in (0, 2, 3, 5, 6)]
-    assert [w for _, w, _ in crew.late] == late
-    # decode has nothing to choose: both are compiled, and not by the one that tunes
-    assert [w for n, _, w in crew.sent if n == "fla"] == [*late, *chosen[7:]]
-    assert [w for n, _, w in crew.sent if n == "sluice"] == chosen
-    crew.close()
 
 
 def test_one_of_each_kind_comes_first(small):
@@ -250,7 +216,7 @@ def test_a_runner_that_breaks_while_it_compiles_begins_again(small):
 
     chosen = [small("decode", "N=1"), small("decode", "N=2")]
     runners = {"sluice:separate": Dies(), "sluice": Spoilt(), "sluice:invariant": Spy()}
-    crew = ahead.Crew(runners, options(isolate=True), time.monotonic() + 9)
+    crew = ahead.Crew(runners, options(isolate=True), time.monotonic() + 9, chosen)
     for workload in chosen:
         crew.send(workload, "file")
     crew.wait(lambda *_: None)
@@ -258,7 +224,7 @@ def test_a_runner_that_breaks_while_it_compiles_begins_again(small):
 
 
 def test_priming_runs_a_workload_once_and_judges_nothing(small):
-    workload, refused = small("decode", "N=1"), small("prefill", "9")
+    workload, refused = small("decode", "N=1"), small("causal_conv1d", "5+3")
     sources = ahead.Sources([workload, refused], options(isolate=True))
     session = sessions.Session("torch", "cpu", 1)
     later = time.monotonic() + 60
@@ -299,7 +265,8 @@ def test_a_helper_measures_nothing(small, monkeypatch):
 def test_a_run_with_everything_ahead_gives_the_same_rows(small, monkeypatch):
     monkeypatch.setattr(type(provider("torch")), "compiles", "process")
     monkeypatch.setattr(run, "SLOW_SECONDS", 0.0)
-    chosen = [small("decode", "N=1"), small("prefill", "9"), small("rms_norm_gated", "5")]
+    chosen = [small("decode", "N=1"), small("causal_conv1d", "5+3")]
+    chosen.append(small("rms_norm_gated", "5"))
     said = []
     asked = options(isolate=True, ahead=True, first_calls=True, providers=("torch",))
     results = run.run(chosen, asked, said.append)

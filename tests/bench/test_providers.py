@@ -13,6 +13,7 @@ from tests.bench import stand_ins
 
 import sluice
 from sluice import dispatch
+from sluice.bench.check import moved
 from sluice.bench.providers import MODULES, PEERS, pipeline, provider
 from sluice.bench.providers.base import Call, Job
 from sluice.bench.session import Session
@@ -23,7 +24,7 @@ CPU = {
     "sluice:invariant": "prefill",
     "transformers": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
     "onnxruntime": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
-    "torch": "decode verify causal_conv1d conv_qkv rms_norm_gated",
+    "torch": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer",
 }
 GPU = {
     "fla": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
@@ -62,13 +63,33 @@ def test_a_cpu_provider_agrees_with_the_oracle(name, op, judge):
         assert verdict["first_call_s"] > 0
 
 
-@pytest.mark.parametrize("name", ["sluice", "sluice:separate", "transformers", "onnxruntime"])
+@pytest.mark.parametrize(
+    "name", ["sluice", "sluice:separate", "transformers", "onnxruntime", "torch"]
+)
 @pytest.mark.parametrize("op", ["step", "layer"])
 def test_the_interleaved_order_is_taken_apart(name, op, judge):
     if not name.startswith("sluice"):
         pytest.importorskip(name)
     verdict = judge(name, op, SIZES[op][0], model="Qwen3-Next-80B-A3B")
     assert verdict["status"] == "ok", verdict["reason"]
+
+
+@pytest.mark.parametrize("op", CPU["torch"].split())
+def test_plain_torch_is_right_in_16_bits(op, judge):
+    """What a GPU run asks of it: bfloat16 inputs, a float32 state."""
+    for size in SIZES[op]:
+        verdict = judge("torch", op, size, torch.bfloat16)
+        assert verdict["status"] == "ok", verdict["reason"]
+
+
+@pytest.mark.parametrize("op", CPU["torch"].split())
+def test_plain_torch_never_waits_for_a_device(op, small):
+    """A tensor that has no values raises where one is read: nothing that a graph cannot hold."""
+    workload = small(op, SIZES[op][0], torch.bfloat16)
+    inputs = workload.case.inputs(torch.bfloat16)
+    job = Job(workload, torch.bfloat16, torch.device("meta"), moved(inputs, torch.device("meta")))
+    with torch.no_grad():
+        provider("torch").prepare(job).run()
 
 
 @pytest.mark.parametrize(("name", "op"), served(GPU))
@@ -151,9 +172,10 @@ def test_gpu_providers_keep_a_bfloat16_state(judge, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "op", "size", "reason"),
     [
-        ("torch", "prefill", "9", "token by token"),
+        ("torch", "prefill", "129", "token by token, to 128"),
+        ("torch", "prefill", "100+29", "token by token, to 128"),
+        ("torch", "layer", "2x129", "token by token, to 128"),
         ("torch", "causal_conv1d", "5+3", "no packed prompts"),
-        ("torch", "step", "N=2", "has no step"),
         ("transformers", "verify", "N=2", "has no verify"),
         ("sluice:chunked", "decode", "N=2", "chunked: has no decode"),
         ("sluice:separate", "decode", "N=2", "is one call"),

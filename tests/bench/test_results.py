@@ -248,11 +248,43 @@ def test_a_document_that_asks_for_other_results_is_left_alone(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("comment", "message"),
-    [("gpu dekode", "nothing in gpu matches"), ("gpu columns=fla", "expected peers=")],
+    [
+        ("gpu dekode", "nothing in gpu matches"),
+        ("gpu decode/raw", "nothing in gpu"),
+        ("gpu columns=fla", "expected peers="),
+    ],
 )
 def test_a_comment_that_makes_no_sense_is_refused(comment, message):
     with pytest.raises(SluiceError, match=message):
         docs.rewrite(f"<!-- bench: {comment} -->\n<!-- /bench -->", {"gpu": sample()})
+
+
+def rows_of(comment):
+    """The first cells of the table that a comment asks for."""
+    lines = docs.table(sample(), docs.parse(comment)).splitlines()
+    return [line.split(" | ")[0].strip("| ") for line in lines[2:] if line.startswith("| `")]
+
+
+def test_an_operator_is_narrowed_by_variant_state_and_size():
+    one = "models=Qwen3.5-35B-A3B"
+    name = "Qwen3.5-35B-A3B"
+    assert rows_of(f"gpu step/bfloat16:N=64 decode/float32:N=1,N=64 {one}") == [
+        f"`step` N=64, {name}, bfloat16 state",
+        f"`decode` N=1, {name}",
+        f"`decode` N=64, {name}",
+    ]
+    both = rows_of(f"gpu decode:N=64 {one}")
+    assert both == [f"`decode` N=64, {name}", f"`decode` N=64, {name}, bfloat16 state"]
+    # a variant only where it is asked for, and alone
+    assert not any("raw" in row for row in rows_of(f"gpu prefill {one}"))
+    raw = rows_of(f"gpu prefill/raw {one}")
+    assert len(raw) == 2
+    assert all(row.endswith("raw gates and keys") for row in raw)
+    # asked for twice, shown once, where it was named first
+    assert rows_of(f"gpu layer:8192 layer {one}") == [
+        f"`layer` 8192, {name}",
+        f"`layer` 2048, {name}",
+    ]
 
 
 def test_a_workload_that_was_not_run_has_no_line():
@@ -267,6 +299,7 @@ def test_a_workload_that_was_not_run_has_no_line():
     count = sum(w["op"] in ("prefill", "layer") and not w["variant"] for w in results.workloads)
     assert f"Of {count} workloads 1 were not run: the time was spent." in whole
     assert "were not run" not in docs.table(results, docs.parse("gpu decode"))
+    assert "not run" not in docs.table(results, docs.parse("gpu prefill:8192,2048 layer"))
 
 
 def test_versions_are_named_of_peers_only():

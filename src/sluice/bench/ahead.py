@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +32,7 @@ ROOM = 24 << 30  # bytes free in memory from which on files are kept there
 LEAST_ROOM = 6 << 30  # and below which none is made ahead
 LOOK_AHEAD = 3  # workloads whose inputs are being drawn
 SHARE = 0.45  # of a run's time before the first row, or all but what the rows take:
-ROW_SECONDS = 1.6  # of one workload, when nothing is left to compile
+ROW_SECONDS = 1.8  # of one workload, when nothing is left to compile
 TUNING = 0.3  # of the time before the first row, for what is chosen by measuring
 
 
@@ -149,7 +149,7 @@ def compile_all(
     times = [time.monotonic()]
     tuning = any(provider(name).tunes for name in runners)
     soon = until - (until - times[0]) * (TUNING if tuning else 0.0)
-    crew = Crew(runners, options, soon)
+    crew = Crew(runners, options, soon, workloads)
     try:
         for workload in spread(workloads):
             if time.monotonic() > soon or not sources.room:
@@ -175,15 +175,18 @@ class Crew:
     """Who compiles what: each runner its own, and helpers what its provider finds on disk.
 
     Helpers share the directory that the provider compiles into. What a provider tunes is compiled
-    by helpers as well; its runner, which chooses by measuring, comes to it last and alone.
+    by helpers as well; its runner, which chooses by measuring, comes to it last and alone, one
+    workload for each choice.
     """
 
-    def __init__(self, runners: dict[str, Any], options: Options, until: float) -> None:
+    def __init__(
+        self, runners: dict[str, Any], options: Options, until: float, workloads: list[Workload]
+    ) -> None:
         self.options, self.runners, self.until = options, runners, until
         self.helpers: dict[tuple[str, Any], Any] = {}
         self.sent: list[tuple[str, Any, Workload]] = []
         self.late: list[tuple[str, Workload, Any]] = []
-        self.tuned: set[tuple[str, Any]] = set()
+        self.tuned = {name: tuned(name, workloads) for name in runners}
 
     def send(self, workload: Workload, source: Any) -> None:
         """Ask whoever it is for; nobody is waited for."""
@@ -191,12 +194,11 @@ class Crew:
             kind = provider(name)
             if not kind.compiles:
                 continue
-            who = self._helper(name, workload)
             if workload.op in kind.tunes:
-                if (name, kind.kernels(workload)) in self.tuned:
+                if workload.name not in self.tuned[name]:
                     continue
-                self.tuned.add((name, kind.kernels(workload)))
                 self.late.append((name, workload, source))
+            who = self._helper(name, workload)
             how = "compile"
             if who is None and workload.op not in kind.tunes:
                 who, how = runner, "prime"
@@ -216,9 +218,13 @@ class Crew:
         return self.helpers[name, group]
 
     def tune(self, until: float, note: Callable[[str, Workload, float], None]) -> None:
-        """One after the other, when all others are done: what is chosen by measuring."""
+        """One after the other, when all others are done: what is chosen by measuring.
+
+        The largest first, as an engine warms up: kernels that several operators share are chosen
+        where their times differ most.
+        """
         gone: set[str] = set()
-        for name, workload, source in self.late:
+        for name, workload, source in sorted(self.late, key=lambda x: -x[1].size.tokens):
             if name in gone:
                 continue
             runner = self.runners[name]
@@ -259,6 +265,15 @@ class Crew:
         with ThreadPoolExecutor(max(1, len(self.helpers))) as pool:
             for helper in self.helpers.values():
                 pool.submit(helper.close)
+
+
+def tuned(name: str, workloads: list[Workload]) -> set[str]:
+    """Names of the workloads at which a provider tunes: one of those that have the same kernels."""
+    kind, same = provider(name), defaultdict(list)
+    for workload in workloads:
+        if workload.op in kind.tunes:
+            same[kind.kernels(workload)].append(workload)
+    return {kind.tuned_at(group).name for group in same.values()}
 
 
 def again(runner: Any, graphs: bool = True) -> None:

@@ -5,9 +5,14 @@ A document has a pair of comments; what stands between them is replaced:
     <!-- bench: h200 decode peers=fla,flashinfer -->
     <!-- /bench -->
 
-The first word is the name of a results file without ``.json``. Then operators (none: all of them;
-``prefill/raw`` is the prefill that makes its gates itself), and, if wanted, ``peers=`` (which
-columns), ``models=`` (which models) and ``sizes=`` (which rows).
+The first word is the name of a results file without ``.json``. Then operators (none: all of them),
+in whose order the rows stand. An operator may be narrowed by ``/`` and by ``:``:
+
+    prefill/raw                     the prefill that makes its gates itself
+    decode/bfloat16                 with a state of that dtype (none: with any)
+    decode/float32:N=1,N=64         these sizes of it
+
+And, if wanted, for all: ``peers=`` (which columns), ``models=`` and ``sizes=`` (which rows).
 """
 
 from __future__ import annotations
@@ -27,23 +32,51 @@ OPTIONS = ("peers", "models", "sizes")
 
 
 @dataclass
+class Operator:
+    """One word of a comment: an operator, what it is narrowed to, and which sizes."""
+
+    op: str
+    kinds: frozenset[str] = frozenset()  # a variant, a dtype of the state
+    sizes: tuple[str, ...] = ()
+
+    def takes(self, workload: dict[str, Any]) -> bool:
+        """A variant is taken where it was asked for, a dtype of the state where no other was."""
+        variant = {workload.get("variant")} - {"", None}
+        known = variant | {workload["state_dtype"]}
+        return (
+            workload["op"] == self.op
+            and variant <= self.kinds <= known
+            and (not self.sizes or workload["size"] in self.sizes)
+        )
+
+
+@dataclass
 class Selection:
     """What one pair of comments asks for."""
 
     results: str
-    ops: list[str] = field(default_factory=list)
+    ops: list[Operator] = field(default_factory=list)
     options: dict[str, list[str]] = field(default_factory=dict)
 
-    def takes(self, workload: dict[str, Any]) -> bool:
+    @property
+    def whole(self) -> bool:
+        """Whether every row of some operators was asked for."""
+        return not self.options and not any(op.sizes for op in self.ops)
+
+    def choose(self, workloads: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The workloads that match, in the order of the operators as they are written."""
+        found = [w for w in workloads if self._matches(w)]
+        if not self.ops:
+            return found
+        named = [w for op in self.ops for w in found if op.takes(w)]
+        return list({w["name"]: w for w in named}.values())
+
+    def _matches(self, workload: dict[str, Any]) -> bool:
         models, sizes = self.options.get("models"), self.options.get("sizes")
-        variant = workload.get("variant")
-        op = f"{workload['op']}/{variant}" if variant else workload["op"]
-        return (
-            (not self.ops or op in self.ops)
-            and (not models or f"{workload['model']}/tp{workload['tp']}" in models
-                 or workload["model"] in models)
-            and (not sizes or workload["size"] in sizes)
-        )  # fmt: skip
+        ranked = f"{workload['model']}/tp{workload['tp']}"
+        return (not models or ranked in models or workload["model"] in models) and (
+            not sizes or workload["size"] in sizes
+        )
 
 
 def parse(text: str) -> Selection:
@@ -54,8 +87,8 @@ def parse(text: str) -> Selection:
     found = Selection(words[0])
     for word in words[1:]:
         name, sign, value = word.partition("=")
-        if not sign:
-            found.ops.append(word)
+        if not sign or ":" in name:
+            found.ops.append(_operator(word))
         elif name in OPTIONS:
             found.options[name] = value.split(",")
         else:
@@ -64,9 +97,20 @@ def parse(text: str) -> Selection:
     return found
 
 
+def _operator(word: str) -> Operator:
+    """One word, taken apart.
+
+    >>> _operator("decode/bfloat16:N=1,N=64").sizes
+    ('N=1', 'N=64')
+    """
+    name, _, sizes = word.partition(":")
+    op, *kinds = name.split("/")
+    return Operator(op, frozenset(kinds), tuple(sizes.split(",")) if sizes else ())
+
+
 def table(results: Results, selection: Selection) -> str:
     """A table in Markdown: a row for each workload, a column for each provider."""
-    chosen = [w for w in results.workloads if selection.takes(w)]
+    chosen = selection.choose(results.workloads)
     if not chosen:
         raise SluiceError(f"bench comment: nothing in {selection.results} matches")
     wanted = selection.options.get("peers")
@@ -94,7 +138,7 @@ def table(results: Results, selection: Selection) -> str:
     commit = f", commit {run['commit']}" if run.get("commit") else ""
     date = str(run.get("date", ""))[:10]
     lines += ["", f"{where}{threads}; {date}{commit}. Medians; in brackets how sluice compares."]
-    if left and not selection.options:  # of a table that was meant to be whole
+    if left and selection.whole:  # of a table that was meant to be whole
         lines[-1] += f" Of {len(chosen)} workloads {len(left)} were not run: the time was spent."
     return "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class Session:
         self.device = torch.device(device)
         self.threads, self.graphs = threads, graphs
         self.timer: Any = None
+        self.unmeasured = False  # whether kernels were chosen here without measuring them
 
     def start(self) -> dict[str, Any]:
         """Import the library; how long it took, or why it cannot be used."""
@@ -100,6 +101,10 @@ class Session:
         return asdict(verdict)
 
     def _check(self, workload: Workload, dtype: torch.dtype, source: Any) -> Verdict:
+        if self.unmeasured:
+            raise RuntimeError(
+                "this process chose kernels without measuring them: it only compiles"
+            )
         inputs, answer = self._load(source)
         shared: dict[str, Any] = {}
 
@@ -178,7 +183,11 @@ class Session:
     def compile(
         self, workload: Workload, dtype: torch.dtype, source: Any, until: float
     ) -> tuple[float | None, bool]:
-        """As ``prime``, for another process to find on disk: nothing is chosen by measuring."""
+        """As ``prime``, for another process to find on disk: nothing is chosen by measuring.
+
+        What was chosen instead stays here: none of it is on disk, and nothing is timed here later.
+        """
+        self.unmeasured = True
         with _unmeasured():
             return self.prime(workload, dtype, source, until)
 
@@ -230,23 +239,31 @@ class Session:
 def _unmeasured() -> Iterator[None]:
     """Triton's tuner runs each form of a kernel once and times none: others need the device.
 
-    Timing takes a tenth of a second for each, compiling it less than half of one.
+    Timing takes a tenth of a second for each, compiling it less than half of one. The tuner would
+    keep these times, all of them 0, in a file if a library asks for it, as FLA does, and whoever
+    tunes next would take the first form: here it neither writes that file nor reads one.
     """
 
     def once(call: Any, *_: Any, quantiles: Any = None, **__: Any) -> Any:
         call()
         return 0.0 if quantiles is None else [0.0 for _ in quantiles]
 
-    try:
-        testing: Any = load("triton.testing")
-    except ImportError:
+    def nowhere(_: Any, key: Any, forms: Any, tune: Callable[[], None]) -> bool:
+        tune()
+        return False  # found nothing
+
+    with contextlib.ExitStack() as after:
+        with contextlib.suppress(ImportError):
+            _replace(after, load("triton.testing"), "do_bench", once)
+            _replace(after, load("triton.runtime.autotuner").Autotuner, "check_disk_cache", nowhere)
         yield
-        return
-    before, testing.do_bench = testing.do_bench, once
-    try:
-        yield
-    finally:
-        testing.do_bench = before
+
+
+def _replace(after: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Until ``after`` ends; what this version of a library has not is left alone."""
+    if hasattr(owner, name):
+        after.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
 
 def _line(error: BaseException) -> str:

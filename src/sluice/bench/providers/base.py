@@ -101,6 +101,10 @@ class Provider:
         """What its kernels depend on: of the workloads of one answer it is enough to tune one."""
         return workload.name
 
+    def tuned_at(self, workloads: list[Workload]) -> Workload:
+        """Which of the workloads with the same kernels these are tuned at: the surface's first."""
+        return workloads[0]
+
     def missing(self) -> str | None:
         """Why it cannot be used here; None if it can."""
         try:

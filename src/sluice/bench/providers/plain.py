@@ -1,4 +1,7 @@
-"""Plain torch: what one writes in a dozen lines, in place, with no library but torch itself."""
+"""Plain torch: what one writes in a few dozen lines, in place, with no library but torch itself.
+
+Nothing here waits for the device, so on a GPU every call is captured in a graph as the others are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, rms_norm, silu, softplus
+from torch.nn.functional import conv1d, rms_norm, silu
 
 from sluice.bench.providers.base import (
     Call,
@@ -18,10 +21,16 @@ from sluice.bench.providers.base import (
     equal_lengths,
     heads_of,
     raw_gates,
+    spans,
 )
+from sluice.testing.oracle import split_projections
 
 ROWS = "pool rows gathered"
+TURNED = "x as [B, D, T]"
 NORM_EPS = 1e-6
+# Four launches for each token of a prompt, one after the other: on a GPU the longest of the surface
+# would be a graph of a hundred thousand of them.
+MOST_TOKENS = 128
 
 
 class Torch(Provider):
@@ -31,37 +40,47 @@ class Torch(Provider):
     install = "pip install torch"
 
     def _prefill(self, job: Job) -> Call:
-        raise RefusalError("token by token; its chunked forms are sluice:chunked and transformers")
-
-    def _decode(self, job: Job) -> Call:
-        c, i, state = job.case, job.inputs, job.rows()
-        if state.dtype != torch.float32:
-            raise RefusalError("matrix products want one dtype: a float32 state")
-        S = state.flatten(0, 1)  # [N·Hv, V, K]
+        """All prompts side by side where they are equally long, else one after the other."""
+        i, state = job.inputs, _state(job)
+        same = equal_lengths(job)
+        parts = [slice(None)] if same else spans(job)
+        _few_enough(same[1] if same else sum(job.case.sequence_lengths))
+        N, T = same or (1, -1)
 
         def run() -> Tensor:
-            q, k, v, g, beta = _token(i, c, 0)
-            return _update(S, q, k, v, g, beta).reshape(c.N, 1, c.Hv, c.V).to(i["v"].dtype)
+            out = []
+            for n, part in enumerate(parts):
+                S = state if same else state[n : n + 1]
+                names = ("q", "k", "v", "g", "beta")
+                out.append(_recurrence(S, *(as_batch(i[x][:, part], N, T) for x in names)))
+            return torch.cat([o.flatten(0, 1) for o in out])[None].to(i["v"].dtype)
+
+        return Call(run, lambda o: {"o": o, "state": state.clone()}, (ROWS,), mutable=(state,))
+
+    def _decode(self, job: Job) -> Call:
+        i, state = job.inputs, _state(job)
+
+        def run() -> Tensor:
+            return _recurrence(state, *_raw(i, i["q"], i["k"], i["v"], i["g"], i["beta"])).to(
+                i["v"].dtype
+            )
 
         return Call(run, lambda o: {"o": o, "state": state.clone()}, (ROWS,), mutable=(state,))
 
     def _verify(self, job: Job) -> Call:
-        c, i, state = job.case, job.inputs, job.rows()
-        if state.dtype != torch.float32:
-            raise RefusalError("matrix products want one dtype: a float32 state")
+        c, i, state = job.case, job.inputs, _state(job)
         kept = state.new_empty(c.tokens, *state.shape)  # the state after each draft token
         last = i["num_accepted"].long() - 1
         row = torch.arange(c.N, device=job.device)
 
         def run() -> Tensor:
-            out, S = [], state
+            raw = _raw(i, i["q"], i["k"], i["v"], i["g"], i["beta"])
+            out = []
             for t in range(c.tokens):
-                kept[t].copy_(S)
-                S = kept[t]
-                o = _update(S.flatten(0, 1), *_token(i, c, t))
-                out.append(o.reshape(c.N, c.Hv, c.V))
+                kept[t].copy_(kept[t - 1] if t else state)
+                out.append(_recurrence(kept[t], *(x[:, t : t + 1] for x in raw)))
             state.copy_(kept[last, row])
-            return torch.stack(out, dim=1).to(i["v"].dtype)
+            return torch.cat(out, dim=1).to(i["v"].dtype)
 
         return Call(
             run,
@@ -71,19 +90,19 @@ class Torch(Provider):
         )
 
     def _causal_conv1d(self, job: Job) -> Call:
-        roll, window = _rolls(job)
+        x, window, weight = _prompts(job)
 
         def outputs(y: Tensor) -> dict[str, Tensor]:
             return {"y": y.transpose(1, 2).reshape(job.inputs["x"].shape), "state": window.clone()}
 
-        return Call(roll, outputs, (ROWS, "x as [B, D, T]"), mutable=(window,))
+        return Call(lambda: _roll(x, window, weight), outputs, (ROWS, TURNED), mutable=(window,))
 
     def _conv_qkv(self, job: Job) -> Call:
-        roll, window = _rolls(job)
+        x, window, weight = _prompts(job)
         c, i = job.case, job.inputs
 
         def run() -> tuple[Tensor, ...]:
-            q, k, v = heads_of(roll().transpose(1, 2), c)
+            q, k, v = heads_of(_roll(x, window, weight).transpose(1, 2), c)
             return _unit(q).to(v.dtype), _unit(k).to(v.dtype), v, *raw_gates(i)
 
         def outputs(result: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -92,35 +111,82 @@ class Torch(Provider):
             named = {name: x.reshape(*shape, *x.shape[2:]) for name, x in found.items()}
             return {**named, "state": window.clone()}
 
-        return Call(run, outputs, (ROWS, "x as [B, D, T]"), mutable=(window,))
+        return Call(run, outputs, (ROWS, TURNED), mutable=(window,))
 
     def _rms_norm_gated(self, job: Job) -> Call:
-        i, c = job.inputs, job.case
-        gate = silu if c.gate_activation == "silu" else torch.sigmoid
-        x, z, weight = i["x"], i["z"], i["weight"].float()
+        i, norm = job.inputs, _norm(job, job.inputs["weight"])
+        return Call(lambda: norm(i["x"], i["z"]).to(i["x"].dtype), lambda y: {"y": y})
+
+    def _step(self, job: Job) -> Call:
+        """Convolution, recurrence and gated norm of one token."""
+        return self._layer(job)
+
+    def _layer(self, job: Job) -> Call:
+        """As ``_step``, over prompts of one length."""
+        c, i, state, window = job.case, job.inputs, _state(job), job.rows("conv_state")
+        qkv, z, b, a = split_projections(
+            i["qkvz"], i["ba"], order=c.order, Hk=c.Hk, Hv=c.Hv, K=c.K, V=c.V
+        )
+        if c.flat:
+            qkv, z, b, a = (x[:, None] for x in (qkv, z, b, a))
+        _few_enough(qkv.shape[1])
+        weight, norm = i["conv_weight"].unsqueeze(1), _norm(job, i["norm_weight"])
 
         def run() -> Tensor:
-            normed = rms_norm(x.float(), (c.V,), weight, NORM_EPS)
-            return (normed * gate(z.float())).to(x.dtype)
+            mixed = _roll(qkv.transpose(1, 2), window, weight).transpose(1, 2)
+            o = _recurrence(state, *_raw(i, *heads_of(mixed, c), a, b))
+            return norm(o, z).to(qkv.dtype)
 
-        return Call(run, lambda y: {"y": y})
+        def outputs(y: Tensor) -> dict[str, Tensor]:
+            y = y.flatten(-2)
+            kept = {"state": state.clone(), "conv_state": window.clone()}
+            return {"y": y[:, 0] if c.flat else y, **kept}
+
+        order = ("projections split",) if c.order == "interleaved" else ()
+        return Call(run, outputs, (ROWS, *order), mutable=(state, window))
 
 
-def _rolls(job: Job) -> tuple[Callable[[], Tensor], Tensor]:
-    """Something that convolves, [N, D, T], and the window it updates in place."""
+def _few_enough(tokens: int) -> None:
+    if tokens > MOST_TOKENS:
+        raise RefusalError(
+            f"token by token, to {MOST_TOKENS} of them: its chunked forms are sluice:chunked "
+            "and transformers"
+        )
+
+
+def _state(job: Job) -> Tensor:
+    state = job.rows()
+    if state.dtype != torch.float32:
+        raise RefusalError("matrix products want one dtype: a float32 state")
+    return state
+
+
+def _prompts(job: Job) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, D, T], the window that is updated in place, and the weight, for ``_roll``."""
     i, c = job.inputs, job.case
     same = (c.batch, c.tokens) if c.lengths is None else equal_lengths(job)
     if same is None:
         raise RefusalError("has no packed prompts")
     x = as_batch(i["x"], *same).transpose(1, 2).contiguous()
-    window, weight = job.rows(), i["weight"].unsqueeze(1)
+    return x, job.rows(), i["weight"].unsqueeze(1)
 
-    def run() -> Tensor:
-        longer = torch.cat([window, x], dim=-1)
-        window.copy_(longer[..., -window.shape[-1] :])
-        return silu(conv1d(longer, weight, groups=weight.shape[0]))
 
-    return run, window
+def _roll(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
+    """Convolve x [N, D, T] after what the window has, which is updated in place."""
+    longer = torch.cat([window, x], dim=-1)
+    window.copy_(longer[..., -window.shape[-1] :])
+    return silu(conv1d(longer, weight, groups=weight.shape[0]))
+
+
+def _norm(job: Job, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """RMS norm of x, gated by z, in float32."""
+    gate = silu if job.case.gate_activation == "silu" else torch.sigmoid
+    scale = weight.float()
+
+    def norm(x: Tensor, z: Tensor) -> Tensor:
+        return rms_norm(x.float(), (job.case.V,), scale, NORM_EPS) * gate(z.float())
+
+    return norm
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -128,22 +194,34 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
-def _token(i: dict[str, Any], c: Any, t: int) -> tuple[Tensor, ...]:
-    """q and k normalised and given to each value head, v, and the gates of token t: [N·Hv, ..]."""
-    r = c.Hv // c.Hk
-
-    def heads(x: Tensor) -> Tensor:
-        return _unit(x[:, t]).repeat_interleave(r, dim=1).reshape(-1, c.K, 1)
-
-    g = -i["A_log"].exp() * softplus(i["g"][:, t].float() + i["dt_bias"])
-    beta = i["beta"][:, t].float().sigmoid()
-    v = i["v"][:, t].float().reshape(-1, c.V, 1)
-    return heads(i["q"]) * c.K**-0.5, heads(i["k"]), v, g.reshape(-1, 1, 1), beta.reshape(-1, 1, 1)
+def _raw(
+    i: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, ...]:
+    """What ``_recurrence`` takes, from raw keys and gates."""
+    return _unit(q), _unit(k), v, *raw_gates({**i, "a": a, "b": b})
 
 
-def _update(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def _recurrence(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Tokens [N, T, ..] one after the other into the state [N, Hv, V, K], in place; o in float32.
+
+    q and k are of unit length already, and each key head serves several value heads.
+    """
+    r = v.shape[2] // q.shape[2]
+    q, k = (x.float().repeat_interleave(r, dim=2).unsqueeze(-1) for x in (q, k))
+    q, v = q * q.shape[-2] ** -0.5, v.float().unsqueeze(-1)
+    decay, beta = (x.float()[..., None, None] for x in (g.exp(), beta))
+    S = state.flatten(0, 1)  # [N·Hv, V, K]
+    out = []
+    for t in range(q.shape[1]):
+        now = (x[:, t].flatten(0, 1) for x in (q, k, v, decay, beta))
+        out.append(_update(S, *now).unflatten(0, state.shape[:2]))
+    o = torch.stack(out, dim=1) if len(out) > 1 else out[0].unsqueeze(1)
+    return o.squeeze(-1)
+
+
+def _update(S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """One token into S [.., V, K], in place; its output [.., V, 1]."""
-    S.mul_(g.exp())
+    S.mul_(decay)
     d = (v - torch.bmm(S, k)).mul_(beta)
     S.baddbmm_(d, k.transpose(1, 2))
     return torch.bmm(S, q)
