@@ -362,7 +362,7 @@ _DENSE += ("slots_ptr", "write_slots_ptr", "has_state_ptr")
 
 
 def _plan(p: StepProblem, t: StepTensors, tensors: tuple[Tensor | None, ...]) -> Plan:
-    config = configs.step(p.state_dtype, p.state_layout, p.K, p.V)
+    config = configs.step(p.state_dtype, p.K, p.V)
     return Plan(
         step_kernel,
         p.N * p.HV,
