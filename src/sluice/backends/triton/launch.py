@@ -7,6 +7,7 @@ again and again, as in decode: then only addresses are filled in.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,6 @@ from sluice.backends.triton.configs import Config
 from sluice.contract.problem import Problem
 
 _compile_only: ContextVar[bool] = ContextVar("sluice_compile_only", default=False)
-_compiling: ContextVar[bool] = ContextVar("sluice_compiling", default=False)
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
@@ -184,16 +184,17 @@ def forget() -> None:
 def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
     """Make these calls without launching anything; their kernels compile on all cores meanwhile.
 
-    What is called within the scope waits for its own kernels alone. With a Triton that cannot
-    compile aside, and in a scope within another, kernels are compiled there, one after the other.
+    What is called within the scope waits for its own kernels alone, and it is there that one which
+    does not compile raises. With a Triton that cannot compile aside, kernels are compiled there,
+    one after the other; in a scope within another, of Triton's own or this, by that one.
     """
     aside = getattr(triton, "AsyncCompileMode", None)
-    if aside is None or _compiling.get():
+    active = getattr(aside and importlib.import_module(aside.__module__), "active_mode", None)
+    if aside is None or active is None or active.get() is not None:
         yield
         return
-    scope = _compiling.set(True)
     try:
-        with ThreadPoolExecutor() as pool, aside(pool):
+        with ThreadPoolExecutor() as pool, aside(pool, ignore_errors=True):
             token = _compile_only.set(True)
             try:
                 for call in calls:
@@ -202,7 +203,7 @@ def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
                 _compile_only.reset(token)
             yield
     finally:
-        _compiling.reset(scope)
+        active.set(None)  # Triton 3.6 does not where its scope ends in an exception of its own
 
 
 def strides(x: Tensor | None, name: str, dims: str) -> dict[str, int]:
