@@ -43,11 +43,11 @@ bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs f
 	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
 
 # the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers
-test: $(VENV)/.dev-stamp $(RELEASES:%=$(VENV)/transformers-%/.stamp)  ## every test
+test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp))  ## every test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
 	  tests/test_contract.py tests/gpu/test_bits.py
-	for release in $(RELEASES); do \
+	for release in $(if $(PYTEST_ARGS),,$(RELEASES)); do \
 	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
 	    $(PY) -m pytest -n $(WORKERS) tests/integrations/test_transformers*.py || exit 1; \
 	done
