@@ -55,8 +55,8 @@ KERNELS = {
 }
 
 SPILLS = {"states, 128 columns": 288}
-"""Bytes a thread. None is spilled in the loops over chunks; around them, where a state [K, V] is
-loaded and stored, Triton 3.8 spills 264, and 3.6, with which the kernels run, 80."""
+"""Bytes a thread. The loops over chunks spill next to none of it; around them, where a state [K, V]
+is loaded and stored, Triton 3.8 spills 264, and 3.6, with which the kernels run, 80."""
 
 
 def kind(name: str, chunks: bool) -> str:

@@ -208,15 +208,12 @@ def _infer(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Ten
         n = x.shape[0] if borders is None else borders.shape[0] - 1
         window, state = _zero_states(shape, x, n) if found is None else found
     rows = Rows(window, state, state_layout="kv", cu_seqlens=borders)
-    hooked = _hooked(layer)
-    for child, hook in hooked:
-        hook.pre_forward(child)
+    hooked = _before(layer)
     if borders is not None and x.shape[0] > 1:  # rows of packed sequences, as one row
         out = mix(layer, shape, x.flatten(0, 1).unsqueeze(0), rows).view(x.shape)
     else:
         out = mix(layer, shape, x, rows, mask)
-    for child, hook in reversed(hooked):
-        hook.post_forward(child, ())
+    _after(hooked)
     if not kept:
         states.keep(cache, layer.layer_idx, window, state, shape.conv_width)
     return out
@@ -232,12 +229,9 @@ def _train_packed(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borde
         expected = "a cache without tokens, for packed sequences with gradients"
         raise ContractError("accelerate", "past_key_values", expected, "one with tokens")
     shape = layer.__dict__[_SHAPE]
-    hooked = _hooked(layer)
-    for child, hook in hooked:
-        hook.pre_forward(child)
+    hooked = _before(layer)
     out, windows, finals = packed_layer(layer, shape, x.flatten(0, 1).unsqueeze(0), borders)
-    for child, hook in reversed(hooked):
-        hook.post_forward(child, ())
+    _after(hooked)
     if cache is not None:
         windows, finals = windows.detach(), finals.detach()
         states.keep(cache, layer.layer_idx, windows, finals, shape.conv_width)
@@ -355,11 +349,17 @@ def _slot(layer: nn.Module) -> str:
     return "_old_forward" if "_old_forward" in layer.__dict__ else "forward"
 
 
-def _hooked(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Submodules whose weights are used without calling them, with accelerate's hooks of them."""
-    found = []
+def _before(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Fire accelerate's hooks of submodules whose weights are used without calling them."""
+    hooked = []
     for name in ("conv1d", "norm"):
         child = layer._modules[name]
         if hook := child.__dict__.get("_hf_hook"):
-            found.append((child, hook))
-    return found
+            hook.pre_forward(child)
+            hooked.append((child, hook))
+    return hooked
+
+
+def _after(hooked: list[tuple[nn.Module, Any]]) -> None:
+    for child, hook in reversed(hooked):
+        hook.post_forward(child, ())
