@@ -1,6 +1,7 @@
 """Time the configurations of the memory-bound kernels against each other, on this machine's GPU.
 
     PYTHONPATH=src python benchmarks/gpu_configs.py [copy decode verify step conv_qkv] [--quick]
+    PYTHONPATH=src python benchmarks/gpu_configs.py decode_kv verify_kv step_kv    # states [K, V]
     PYTHONPATH=src python benchmarks/gpu_configs.py check --part 0/8    # and 1/8, .. side by side
 
 This is where the rows of backends/triton/configs.py come from. A line is printed only after its
@@ -74,14 +75,14 @@ def matches(actual: torch.Tensor, exact: torch.Tensor) -> None:
 class Layer:
     """The tensors of one layer's decode: ``sets`` batches of N rows of T tokens in one pool."""
 
-    def __init__(self, N: int, T: int, state: torch.dtype, sets: int) -> None:
+    def __init__(self, N: int, T: int, state: torch.dtype, sets: int, layout: str = "vk") -> None:
         gen = torch.Generator("cuda").manual_seed(N * 1000 + T)
 
         def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
             return torch.randn(*shape, generator=gen, device="cuda", dtype=dtype)
 
         P = sets * N
-        self.sets = sets
+        self.sets, self.layout = sets, layout
         self.qkvz = [randn(N, T, D + HV * V) for _ in range(sets)]
         self.ba = [randn(N, T, 2 * HV) for _ in range(sets)]
         self.state = randn(P, HV, V, K, dtype=FP32).mul_(0.3).to(state)
@@ -98,6 +99,7 @@ class Layer:
         b, a = self.ba[i].split([HV, HV], dim=-1)
         heads = {"q": (q, HK), "k": (k, HK), "v": (v, HV)}
         options = {"normalize_qk": True, "state": self.state, "slots": self.slots[i]}
+        options["state_layout"] = self.layout
         gates = {"g": a, "beta": b, "A_log": self.A_log, "dt_bias": self.dt_bias}
         return {n: x.unflatten(-1, (H, -1)) for n, (x, H) in heads.items()} | gates | options
 
@@ -112,10 +114,9 @@ class Layer:
 
     def step(self, i: int, backend: str = "triton") -> torch.Tensor:
         names = ("conv_weight", "A_log", "dt_bias", "norm_weight", "conv_state", "state")
-        weights = {name: getattr(self, name) for name in names}
-        return sluice.step(
-            self.qkvz[i], self.ba[i], **weights, slots=self.slots[i], backend=backend
-        )
+        options = {name: getattr(self, name) for name in names}
+        options |= {"slots": self.slots[i], "state_layout": self.layout}
+        return sluice.step(self.qkvz[i], self.ba[i], **options, backend=backend)
 
     def check(self, op: str) -> None:
         """Output and states of the first batch against the reference backend's."""
@@ -135,9 +136,9 @@ def state_bytes(N: int, state: torch.dtype) -> int:
     return 2 * N * HV * K * V * state.itemsize
 
 
-def time_layer(op: str, N: int, state: torch.dtype, T: int = 1) -> float:
-    Layer(min(N, 3), T, state, 1).check(op)
-    layer = Layer(N, T, state, sets_for(state_bytes(N, state) // 2))
+def time_layer(op: str, N: int, state: torch.dtype, T: int = 1, layout: str = "vk") -> float:
+    Layer(min(N, 3), T, state, 1, layout).check(op)
+    layer = Layer(N, T, state, sets_for(state_bytes(N, state) // 2), layout)
     return microseconds([lambda i=i: getattr(layer, op)(i) for i in range(layer.sets)])
 
 
@@ -166,12 +167,17 @@ def brief(config: Config | None) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def decode_rows(op: str, sizes: tuple[int, ...], T: int) -> Iterator[str]:
+def decode_rows(op: str, sizes: tuple[int, ...], T: int, layout: str = "vk") -> Iterator[str]:
     pieces = {
         FP32: ((2, 8, 32), (2, 16, 32), (2, 8, 128), (1, 8, 128)),
         BF16: ((2, 16, 32), (1, 8, 64), (1, 16, 64), (2, 16, 64), (1, 16, 128)),
     }
-    if T > 1:
+    if layout == "kv":
+        pieces = {
+            FP32: ((1, 16, 16), (2, 32, 16), (2, 32, 32), (4, 32, 32)),
+            BF16: ((1, 32, 16), (2, 32, 16), (2, 32, 32), (4, 64, 16)),
+        }
+    elif T > 1:
         pieces = {
             FP32: ((2, 32, 32), (2, 64, 32)),
             BF16: ((2, 64, 32), (1, 16, 64), (1, 32, 64), (2, 64, 64), (1, 32, 128)),
@@ -187,31 +193,33 @@ def decode_rows(op: str, sizes: tuple[int, ...], T: int) -> Iterator[str]:
         for config in found:
             with contextlib.ExitStack() as stack:
                 if config is not None:
-                    key = "vk", state.itemsize
+                    key = layout, state.itemsize
                     for table in (configs.DECODE, configs.DRAFT):
-                        stack.enter_context(replaced(table, key, (Row(ANY, config),)))
+                        if key in table:
+                            stack.enter_context(replaced(table, key, (Row(ANY, config),)))
                     stack.enter_context(replaced(configs, "COMMIT", {}))
-                times = {N: time_layer(op, N, state, T) for N in sizes}
+                times = {N: time_layer(op, N, state, T, layout) for N in sizes}
             rates = (
                 f"{N}: {t:.2f} ({state_bytes(N, state) / t / 1e6:.2f})" for N, t in times.items()
             )
-            yield f"{op} T={T} {SHORT[state]} {brief(config):52} " + "  ".join(rates)
+            yield f"{op} T={T} {layout} {SHORT[state]} {brief(config):52} " + "  ".join(rates)
 
 
-def step_rows(sizes: tuple[int, ...]) -> Iterator[str]:
+def step_rows(sizes: tuple[int, ...], layout: str = "vk") -> Iterator[str]:
     for state in (FP32, BF16):
-        C = configs.STEP[state.itemsize].C
+        key = layout, state.itemsize
+        C = configs.STEP[key].C
         choices: list[Config | None] = [None]
         choices += [
             Config(num_warps=w, C=C, maxnreg=m, fp_fusion=True)
             for w, m in ((4, None), (8, None), (8, 128))
         ]
         for config in choices:
-            chosen = config or configs.STEP[state.itemsize]
-            with replaced(configs.STEP, state.itemsize, chosen):
-                times = {N: time_layer("step", N, state) for N in sizes}
+            chosen = config or configs.STEP[key]
+            with replaced(configs.STEP, key, chosen):
+                times = {N: time_layer("step", N, state, layout=layout) for N in sizes}
             text = "  ".join(f"{N}: {t:.2f}" for N, t in times.items())
-            yield f"step {SHORT[state]} {brief(config)} {text}"
+            yield f"step {layout} {SHORT[state]} {brief(config)} {text}"
 
 
 def conv_inputs(T: int, sets: int) -> list[dict[str, Any]]:
@@ -334,18 +342,24 @@ def check_rows(part: str) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = ("copy", "decode", "verify", "step", "conv_qkv")
+    names = ("copy", "decode", "verify", "step", "conv_qkv", "decode_kv", "verify_kv", "step_kv")
     parser.add_argument("ops", nargs="*", default=names)
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--part", default="0/1", help="of check: which part of how many")
     options = parser.parse_args()
     few = options.quick
+    large = (1, 8, 128) if few else LARGE
+    drafts = (1, 64, 256) if few else (1, 16, 64, 256)
+    steps = (1, 16, 64, 256) if few else (1, 4, 16, 64, 256)
     sweeps = {
         "check": lambda: check_rows(options.part),
         "copy": lambda: copy_rows((1, 128) if few else (1, 8, 64, 128, 256)),
-        "decode": lambda: decode_rows("decode", (1, 8, 128) if few else LARGE, 1),
-        "verify": lambda: decode_rows("verify", (1, 64, 256) if few else (1, 16, 64, 256), 4),
-        "step": lambda: step_rows((1, 16, 64, 256) if few else (1, 4, 16, 64, 256)),
+        "decode": lambda: decode_rows("decode", large, 1),
+        "decode_kv": lambda: decode_rows("decode", large, 1, "kv"),
+        "verify": lambda: decode_rows("verify", drafts, 4),
+        "verify_kv": lambda: decode_rows("verify", drafts, 4, "kv"),
+        "step": lambda: step_rows(steps),
+        "step_kv": lambda: step_rows(steps, "kv"),
         "conv_qkv": lambda: conv_rows(
             (4096, 8192, 16384) if few else (512, 2048, 4096, 8192, 16384)
         ),

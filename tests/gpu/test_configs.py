@@ -73,6 +73,6 @@ def test_conv_qkv_does_not_cut_blocks_longer_than_its_sequences(N, tokens, expec
 
 
 def test_a_large_state_gets_more_warps_and_as_many_registers_as_there_are():
-    small, large = (configs.step(torch.float32, size, size) for size in (128, 256))
+    small, large = (configs.step(torch.float32, "vk", size, size) for size in (128, 256))
     assert large.num_warps > small.num_warps
     assert large.maxnreg * 32 * large.num_warps <= 65536

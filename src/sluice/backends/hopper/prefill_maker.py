@@ -46,10 +46,15 @@ def make(
         ask(tiles, chunk, chunk, K, BLOCK_V, OUTPUT)
     offs = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
     # those of the next chunk: a load's latency is not to sit between two chunks
-    g2, g2_last, r_k = load_gates(g2_ptr, r_k_ptr, row, tokens, offs, HK, HV)
+    g2_next, g2_last_next, r_k_next = load_gates(g2_ptr, r_k_ptr, row, tokens, offs, HK, HV)
     stage = 0
     phase = 0
     for chunk in range(chunks):
+        g2, g2_last, r_k = g2_next, g2_last_next, r_k_next
+        t = chunk * C + C
+        g2_next, g2_last_next, r_k_next = load_gates(
+            g2_ptr, r_k_ptr, row + t, tokens - t, offs, HK, HV
+        )
         make_factors(factors, notes, g2, g2_last, r_k, stage, NORM, OUTPUT)
         mbarrier.wait(ready.index(stage), phase)
         kq_smem = kq_bufs.index(stage)
@@ -75,9 +80,6 @@ def make(
             if HALVES == 1:  # there are registers for it
                 G = decay_between(g_i, notes, row >> 31, acc)
             p = warpgroup_mma_wait(0, deps=[p])
-        # not earlier: what is loaded would be spilled, and waited for
-        t = chunk * C + C
-        g2, g2_last, r_k = load_gates(g2_ptr, r_k_ptr, row + t, tokens - t, offs, HK, HV)
         if OUTPUT:
             p = scale_rows(p, g_i, factors, notes, scale, stage, acc, NORM)
             if HALVES == 2:

@@ -57,6 +57,8 @@ DECODE: dict[tuple[str, int], tuple[Row, ...]] = {
         Row(64, Config(num_warps=1, BLOCK_V=8, C=128, LOAD=STREAM, STORE=STREAM)),
         Row(ANY, Config(num_warps=1, BLOCK_V=16, C=128)),
     ),
+    # One row each, not timed: how many lanes lie along K, and so the order of a sum, follows from
+    # BLOCK_V here.
     ("kv", 4): (Row(ANY, Config(num_warps=1, BLOCK_V=16, C=16)),),
     ("kv", 2): (Row(ANY, Config(num_warps=1, BLOCK_V=32, C=16)),),
 }
@@ -139,17 +141,20 @@ def conv_qkv(K: int, V: int, N: int, tokens: int, itemsize: int = 2) -> Config:
     return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=channels, maxnreg=registers)
 
 
-# step: a program holds a whole state. H200, 2026-11-15.
-STEP: dict[int, Config] = {
-    # bytes of an element of the state
-    4: Config(num_warps=4, C=32, fp_fusion=True),
-    2: Config(num_warps=4, C=64, fp_fusion=True),
+# step: a program holds a whole state. H200, 2026-11-15; "kv" is chosen by its machine code and not
+# timed: all keys are one piece, so that most of a sum over them is within a thread.
+STEP: dict[tuple[str, int], Config] = {
+    # (state layout, bytes of an element)
+    ("vk", 4): Config(num_warps=4, C=32, fp_fusion=True),
+    ("vk", 2): Config(num_warps=4, C=64, fp_fusion=True),
+    ("kv", 4): Config(num_warps=4, C=256, fp_fusion=True),
+    ("kv", 2): Config(num_warps=4, C=256, fp_fusion=True),
 }
 
 
-def step(state_dtype: torch.dtype, K: int, V: int) -> Config:
+def step(state_dtype: torch.dtype, state_layout: str, K: int, V: int) -> Config:
     """More warps, and all registers, for states larger than 128 × 128."""
-    config = STEP[state_dtype.itemsize]
+    config = STEP[state_layout, state_dtype.itemsize]
     config = config._replace(C=min(config.C, power_of_two(K)))
     larger = power_of_two(K) * power_of_two(V) // 128**2
     if larger <= 1:

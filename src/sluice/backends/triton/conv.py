@@ -45,9 +45,9 @@ def locate(
     the rows of the pool it reads and writes, each with whether it does."""
     if cu_seqlens_ptr is not None:
         seq, block, start, length = find_sequence(cu_seqlens_ptr, block, N, T, CHUNK)
+        owned = seq < N
         seq = seq.to(tl.int64)
         start = start.to(tl.int64)
-        owned = seq < N
         batch = seq * 0
     else:
         blocks = tl.maximum((T + CHUNK - 1) // CHUNK, 1)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from sluice.backends.triton import configs
 from sluice.backends.triton.conv import FREE, UNALIGNED, blocks, locate, shared
 from sluice.backends.triton.launch import dense, launch, strides
-from sluice.backends.triton.tiles import NORM_EPS, begin, exp, sigmoid, silu, softplus
+from sluice.backends.triton.tiles import NORM_EPS, begin, exp, sigmoid, softplus
 from sluice.backends.triton.window import load_weights, save_windows
 from sluice.contract.problem import ConvQkvProblem
 from sluice.contract.tensors import ConvQkvTensors
@@ -78,19 +79,63 @@ def load_rows(place, left, mask, stride_x_t, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def convolve_row(
-    row, taps, weights, bias, W: tl.constexpr, SILU: tl.constexpr, NORMALIZE: tl.constexpr
-):
+def weighted(taps, weights, bias, W: tl.constexpr):
+    """bias + Σ_w weight_w tap_w, one fma after the other; the usual four as one operation."""
+    if is_cuda() and W == 4:
+        y = tl.inline_asm_elementwise(
+            """fma.rn.f32 $0, $1, $5, $9; fma.rn.f32 $0, $2, $6, $0;
+            fma.rn.f32 $0, $3, $7, $0; fma.rn.f32 $0, $4, $8, $0;""",
+            "=&f,f,f,f,f,f,f,f,f,f",
+            [taps[0], taps[1], taps[2], taps[3]]
+            + [weights[0], weights[1], weights[2], weights[3], bias],
+            tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y = bias
+        for w in tl.static_range(W):
+            y = tl.fma(taps[w], weights[w], y)
+    return y
+
+
+@triton.jit
+def silu(x):
+    """``tiles.silu``, instruction by instruction, but to Triton one operation instead of five.
+
+    Its passes take longer than in proportion: docs/kernels/conv.md.
+    """
+    if is_cuda():
+        y = tl.inline_asm_elementwise(
+            """{ .reg .f32 t;
+            mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }""",
+            "=f,f", [x], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y = x * sigmoid(x)
+    return y
+
+
+@triton.jit
+def normalized(y):
+    """A head over its length."""
+    return y * tl.rsqrt(tl.sum(y * y, axis=0) + NORM_EPS)
+
+
+@triton.jit
+def normalized_rows(ys):
+    units = ()
+    for i in tl.static_range(len(ys)):
+        units = units + (normalized(ys[i]),)
+    return units
+
+
+@triton.jit
+def convolve_row(row, taps, weights, bias, W: tl.constexpr, SILU: tl.constexpr):
     """One token of one head [BLOCK_D] in float32, and the taps of the token after it."""
     x = row.to(tl.float32)
-    y = bias
-    for w in tl.static_range(W - 1):
-        y = tl.fma(taps[w], weights[w], y)
-    y = tl.fma(x, weights[W - 1], y)
+    y = weighted(taps + (x,), weights, bias, W)
     if SILU:
         y = silu(y)
-    if NORMALIZE:
-        y *= tl.rsqrt(tl.sum(y * y, axis=0) + NORM_EPS)
     moved = ()
     for w in tl.static_range(1, W - 1):
         moved = moved + (taps[w],)
@@ -106,25 +151,33 @@ def convolve_rows(
     bias,
     tokens,
     mask,
+    is_key,  # whether the head is normalized, with NORMALIZE_QK
     stride_x_t,
     stride_out_t,
     W: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SILU: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    NORMALIZE_QK: tl.constexpr,
 ):
     """``tokens`` tokens of one head, the window of taps moving along in registers.
 
-    Each input is loaded, and converted, once. The next tokens' loads are under way meanwhile.
+    Each input is loaded, and converted, once. The next tokens' loads are under way meanwhile. Heads
+    of q, k and v share this code: it is compiled once.
     """
     ahead = load_rows(place, tokens, mask, stride_x_t, BLOCK_T)
     for t in range(0, tokens, BLOCK_T):
         rows = ahead
         place += BLOCK_T * stride_x_t
         ahead = load_rows(place, tokens - t - BLOCK_T, mask, stride_x_t, BLOCK_T)
+        ys = ()
         for i in tl.static_range(BLOCK_T):
-            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU, NORMALIZE)
-            y = y.to(out.dtype.element_ty)
+            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU)
+            ys = ys + (y,)
+        if NORMALIZE_QK:
+            if is_key:
+                ys = normalized_rows(ys)
+        for i in tl.static_range(BLOCK_T):
+            y = ys[i].to(out.dtype.element_ty)
             tl.store(out + i * stride_out_t, y, mask=mask & (t + i < tokens))
         out += BLOCK_T * stride_out_t
 
@@ -160,7 +213,9 @@ def convolve_chunk(
             for i in tl.static_range(BLOCK_T):
                 ahead = ahead + (tl.load(place + (t + BLOCK_T + i) * STEP_X),)
         for i in tl.static_range(BLOCK_T):
-            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU, NORMALIZE)
+            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU)
+            if NORMALIZE:
+                y = normalized(y)
             tl.store(out + (t + i) * STEP_OUT, y.to(out.dtype.element_ty))
 
 
@@ -392,16 +447,10 @@ def conv_qkv_kernel(
             place, window_ptr, known, first, length, offs_d, mask_d, stride_x_t, stride_state_d,
             stride_state_l, L, W,
         )  # fmt: skip
-        if is_key:
-            convolve_rows(
-                place, out, taps, weights, bias, tokens, mask_d, stride_x_t, stride_out_t,
-                W, BLOCK_T, SILU, NORMALIZE_QK,
-            )  # fmt: skip
-        else:
-            convolve_rows(
-                place, out, taps, weights, bias, tokens, mask_d, stride_x_t, stride_out_t,
-                W, BLOCK_T, SILU, False,
-            )  # fmt: skip
+        convolve_rows(
+            place, out, taps, weights, bias, tokens, mask_d, is_key, stride_x_t, stride_out_t,
+            W, BLOCK_T, SILU, NORMALIZE_QK,
+        )  # fmt: skip
         if WRITE_STATE:
             if live:
                 save_windows(

@@ -111,6 +111,9 @@ def step_kernel(
     STATE_KV: tl.constexpr,
 ):
     R: tl.constexpr = HV // HK
+    # The dimension along which q and k are halves: [2, C, PIECES] or [C, PIECES, 2]. From the last
+    # one the compiler hands their layout, lanes along K, on to the state; from the first it cannot.
+    HALF: tl.constexpr = 0 if STATE_KV or T != 1 else 2
     begin()
     pid = tl.program_id(0)
     seq = (pid // HV).to(tl.int64)
@@ -163,10 +166,14 @@ def step_kernel(
     # q and k are halves of one tensor, and v the first of two: with no fewer elements than threads
     # the compiler makes each once, not once for every layout it is used in
     pair = tl.arange(0, 2)
-    keys = pair[None, None, :]  # [C, PIECES, 2]
-    keys_channel = head_k * K + keys * (HK * K) + offs_k[:, :, None]
-    keys_x = head_k * stride_q_g + keys * k_offset + offs_k[:, :, None]
-    keys_mask = (offs_k < K)[:, :, None] & (keys < 2)
+    if HALF == 0:
+        keys = pair[:, None, None]
+    else:
+        keys = pair[None, None, :]
+    keys_k = tl.expand_dims(offs_k, HALF)
+    keys_channel = head_k * K + keys * (HK * K) + keys_k
+    keys_x = head_k * stride_q_g + keys * k_offset + keys_k
+    keys_mask = (keys_k < K) & (keys < 2)
     values = pair[None, :]  # [BLOCK_V, 2]
     values_channel = 2 * HK * K + head_v * V + offs_v[:, None] + values
     values_x = v_offset + head_k * stride_v_g + member * V + offs_v[:, None] + values
@@ -204,8 +211,8 @@ def step_kernel(
             same = tl.load(slots_ptr + seq).to(tl.int64) == slot
             keys_taps = where_all(same, keys_taps)
         q, k, norms = make_keys(
-            keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys, CONV_SILU,
-            NORMALIZE_QK,
+            keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys, HALF,
+            CONV_SILU, NORMALIZE_QK,
         )  # fmt: skip
 
     mine = kept  # writes the windows of q and k, once every program that reads them has
@@ -231,7 +238,7 @@ def step_kernel(
                 stride_conv_d, stride_conv_l, T, L, W,
             )  # fmt: skip
             q, k, norms = make_keys(
-                keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys,
+                keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys, HALF,
                 CONV_SILU, NORMALIZE_QK,
             )  # fmt: skip
             values_taps = load_taps(
@@ -245,7 +252,7 @@ def step_kernel(
         v = conv_taps(
             values_taps, values_weights, conv_bias_ptr, values_channel, values_mask, CONV_SILU
         )
-        v = half_of(v, 0, values)
+        v = half_of(v, 0, values, 1)
         raw = a.to(tl.float32) + dt_bias.to(tl.float32)
         decay = exp(-exp(A_log.to(tl.float32)) * softplus(raw))
         beta = sigmoid(b.to(tl.float32)) * beta_scale
@@ -362,7 +369,7 @@ _DENSE += ("slots_ptr", "write_slots_ptr", "has_state_ptr")
 
 
 def _plan(p: StepProblem, t: StepTensors, tensors: tuple[Tensor | None, ...]) -> Plan:
-    config = configs.step(p.state_dtype, p.K, p.V)
+    config = configs.step(p.state_dtype, p.state_layout, p.K, p.V)
     return Plan(
         step_kernel,
         p.N * p.HV,

@@ -3,7 +3,8 @@
 q and k are two halves of one tensor, and v the first half of another. With no fewer elements than a
 program has threads, the compiler makes each once and moves it to where it is used; with fewer it
 would load and compute it anew in every layout it is used in. The dimension that lies densest in
-memory comes first, as the compiler assumes where it cannot see one.
+memory comes first, as the compiler assumes where it cannot see one; only with states [K, V] the
+halves of q and k come before it, which keeps their layout from the state's.
 """
 # ruff: noqa: RUF005 (what a kernel may not say, and constants decide)
 
@@ -109,9 +110,9 @@ def where_all(condition, taps):
 
 
 @triton.jit
-def half_of(x, i: tl.constexpr, half):
-    """x[.., i] of a tensor whose last dimension is 2. As a sum, exact: what is added is zero."""
-    return tl.sum(tl.where(half == i, x, 0.0), axis=len(x.shape) - 1)
+def half_of(x, i: tl.constexpr, half, AXIS: tl.constexpr):
+    """Half i of a tensor whose dimension AXIS is 2. As a sum, exact: what is added is zero."""
+    return tl.sum(tl.where(half == i, x, 0.0), axis=AXIS)
 
 
 @triton.jit
@@ -122,15 +123,24 @@ def make_keys(
     channel,
     mask,
     half,
+    AXIS: tl.constexpr,
     CONV_SILU: tl.constexpr,
     NORMALIZE_QK: tl.constexpr,
 ):
-    """q and k [C, PIECES] from their taps [C, PIECES, 2], and the sum of both square norms."""
+    """q and k [C, PIECES] from their taps, and the sum of both square norms.
+
+    The halves lie along AXIS: [C, PIECES, 2] or [2, C, PIECES].
+    """
     qk = conv_taps(taps, weights, bias_ptr, channel, mask, CONV_SILU)
-    norms = tl.sum(tl.sum(qk * qk, axis=0), axis=0)
+    if AXIS == 0:
+        norms = tl.sum(tl.sum(qk * qk, axis=2), axis=1)
+        inverse = tl.rsqrt(norms + NORM_EPS)[:, None, None]
+    else:
+        norms = tl.sum(tl.sum(qk * qk, axis=0), axis=0)
+        inverse = tl.rsqrt(norms + NORM_EPS)[None, None, :]
     if NORMALIZE_QK:
-        qk = qk * tl.rsqrt(norms + NORM_EPS)[None, None, :]
-    return half_of(qk, 0, half), half_of(qk, 1, half), tl.sum(norms, axis=0)
+        qk = qk * inverse
+    return half_of(qk, 0, half, AXIS), half_of(qk, 1, half, AXIS), tl.sum(norms, axis=0)
 
 
 @triton.jit

@@ -23,28 +23,28 @@ def find_sequence(cu_seqlens_ptr, block, N, T, BLOCK: tl.constexpr):
     Sequence i begins at block cu_seqlens[i] // BLOCK + i, which leaves it room enough and, even if
     it is empty, one block; so no block holds two sequences, and T // BLOCK + N + 1 blocks cover T
     tokens. N stands for the tail of tokens that no sequence owns. The search has 32 probes a step:
-    one load finds the place among 30 sequences, two among 900.
+    one load finds the place among 30 sequences, two among 900. The last step, where probes stand
+    side by side, sees both bounds of the sequence.
     """
-    low = 0
+    seq = 0
+    start = 0
+    inner = block
+    length = T
     size = N + 1
     probes = tl.arange(0, 32)
-    while size > 31:
-        step = (size + 31) // 32
-        at = low + probes * step
-        inside = at < low + size
-        bounds = tl.load(cu_seqlens_ptr + at, mask=inside, other=0).to(tl.int32)
-        found = tl.sum((inside & (bounds // BLOCK + at <= block)).to(tl.int32), axis=0)
-        end = low + size
-        low += (found - 1) * step
-        size = tl.minimum(step, end - low)
-    at = low + probes
-    bounds = tl.load(cu_seqlens_ptr + at, mask=at <= N, other=0).to(tl.int32)
-    inside = probes < size
-    found = tl.sum((inside & (bounds // BLOCK + at <= block)).to(tl.int32), axis=0)
-    seq = low + found - 1
-    start = tl.sum(tl.where(at == seq, bounds, 0), axis=0)
-    end = tl.where(seq < N, tl.sum(tl.where(at == seq + 1, bounds, 0), axis=0), T)
-    return seq, block - (start // BLOCK + seq), start, end - start
+    while size > 0:
+        step = size // 32 + 1
+        end = seq + size
+        at = seq + probes * step
+        bounds = tl.load(cu_seqlens_ptr + at, mask=at <= N, other=0).to(tl.int32)
+        found = tl.sum(((at < end) & (bounds // BLOCK + at <= block)).to(tl.int32), axis=0)
+        seq += (found - 1) * step
+        start = tl.sum(tl.where(at == seq, bounds, 0), axis=0)
+        after = tl.sum(tl.where(at == seq + 1, bounds, 0), axis=0)
+        inner = block - (start // BLOCK + seq)
+        length = tl.where(seq < N, after, T) - start
+        size = tl.where(step > 1, tl.minimum(step, end - seq), 0)
+    return seq, inner, start, length
 
 
 @triton.jit
