@@ -1,56 +1,90 @@
-"""A kernel in which one group of warps writes and another reads, ordered as in the Hopper prefill.
+"""Kernels in which one group of warps writes and another reads, ordered as in the Hopper prefill.
 
     compute-sanitizer --tool racecheck --racecheck-report all python -m tests.gpu.race_probe
 
 The writers store, meet at a barrier of their own, and one of them arrives at an mbarrier; the
 readers wait for that mbarrier, and give the buffer back the same way. That is an order, so what
-racecheck reports of it is no race. The result is checked as well.
+racecheck reports of it is no race. One form a launch: ``STORES`` stores in front of the barrier,
+each of an array of its own. The results are checked as well.
 """
 # ruff: noqa: T201
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sluice.backends.hopper.prefill_maker import end_rows
 from sluice.backends.hopper.prefill_tiles import barrier
 
 SIZE, ROUNDS, SLOTS = 64, 16, 2
 
 
 @gluon.jit
-def write(numbers, made, free, SIZE: gl.constexpr, ROUNDS: gl.constexpr, SLOTS: gl.constexpr):
-    offs = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [4], [0]))
+def write(
+    numbers, tiles, made, free, SIZE: gl.constexpr, ROUNDS: gl.constexpr, SLOTS: gl.constexpr,
+    STORES: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
+    acc: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16]
+    )
+    plain: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.SliceLayout(1, acc) if FORM == "rows" else plain
+    offs = gl.arange(0, SIZE, layout)
     for n in range(ROUNDS):
         slot = n % SLOTS
         mbarrier.wait(free.index(slot), (n // SLOTS + 1) % 2, pred=n >= SLOTS)
-        numbers.index(slot).store((offs + n).to(gl.float32))
+        for store in gl.static_range(STORES):
+            numbers.index(slot * STORES + store).store((offs + n + store).to(gl.float32))
+        if FORM == "tile":
+            end_rows(tiles.index(slot), n)
+        if FORM == "rows":
+            tiles.index(slot).store(gl.full([SIZE, SIZE], 1.0, gl.float16, acc))
         barrier()
         mbarrier.arrive(made.index(slot), count=1)
 
 
 @gluon.jit
 def read(
-    numbers, made, free, out_ptr, SIZE: gl.constexpr, ROUNDS: gl.constexpr, SLOTS: gl.constexpr
-):
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    numbers, tiles, made, free, out_ptr, SIZE: gl.constexpr, ROUNDS: gl.constexpr,
+    SLOTS: gl.constexpr, STORES: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
+    acc: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16]
+    )
+    layout: gl.constexpr = gl.SliceLayout(0, acc)
     offs = gl.arange(0, SIZE, layout)
     total = gl.zeros([SIZE], gl.float32, layout)
     for n in range(ROUNDS):
         slot = n % SLOTS
         mbarrier.wait(made.index(slot), (n // SLOTS) % 2)
-        total += numbers.index(slot).load(layout)
+        for store in gl.static_range(STORES):
+            total += numbers.index(slot * STORES + store).load(layout)
+        if FORM != "plain":
+            tile = tiles.index(slot).load(acc).to(gl.float32)
+            total += gl.sum(tile, axis=0) * 0.0
         barrier()
         mbarrier.arrive(free.index(slot), count=1)
     gl.store(out_ptr + offs, total)
 
 
 @gluon.jit
-def probe_kernel(out_ptr, SIZE: gl.constexpr, ROUNDS: gl.constexpr, SLOTS: gl.constexpr):
+def probe_kernel(
+    out_ptr, SIZE: gl.constexpr, ROUNDS: gl.constexpr, SLOTS: gl.constexpr, STORES: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = gl.allocate_shared_memory(gl.float32, [SLOTS, SIZE], plain)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], gl.float16)
+    numbers = gl.allocate_shared_memory(gl.float32, [SLOTS * STORES, SIZE], plain)
+    tiles = gl.allocate_shared_memory(gl.float16, [SLOTS, SIZE, SIZE], square)
+    if FORM == "tile":
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        for slot in gl.static_range(SLOTS):
+            tiles.index(slot).store(gl.full([SIZE, SIZE], 1.0, gl.float16, layout))
     made = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -58,19 +92,23 @@ def probe_kernel(out_ptr, SIZE: gl.constexpr, ROUNDS: gl.constexpr, SLOTS: gl.co
         mbarrier.init(free.index(slot), count=1)
     gl.warp_specialize(
         [
-            (read, (numbers, made, free, out_ptr, SIZE, ROUNDS, SLOTS)),
-            (write, (numbers, made, free, SIZE, ROUNDS, SLOTS)),
+            (read, (numbers, tiles, made, free, out_ptr, SIZE, ROUNDS, SLOTS, STORES, FORM)),
+            (write, (numbers, tiles, made, free, SIZE, ROUNDS, SLOTS, STORES, FORM)),
         ],
         [4],
-        [64],
+        [128],
     )
 
 
 def main() -> None:
-    out = torch.empty(SIZE, device="cuda")
-    probe_kernel[(4,)](out, SIZE, ROUNDS, SLOTS, num_warps=4)
-    expected = ROUNDS * torch.arange(SIZE) + sum(range(ROUNDS))
-    print("right" if torch.equal(out.cpu(), expected.float()) else "wrong")
+    for form in sys.argv[1:] or ("plain", "rows", "tile"):
+        for stores in (1, 2, 4):
+            out = torch.empty(SIZE, device="cuda")
+            probe_kernel[(1,)](out, SIZE, ROUNDS, SLOTS, stores, form, num_warps=4)
+            one = ROUNDS * torch.arange(SIZE) + sum(range(ROUNDS))
+            expected = sum((one + ROUNDS * store for store in range(stores)), torch.zeros(SIZE))
+            found = "right" if torch.equal(out.cpu(), expected.float()) else "wrong"
+            print(form, stores, found, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The four warps of hopper_state_kernel that work ahead: they ask for tiles, make gates and P.
+"""The four warps of hopper_state_kernel that work ahead: they make gates and P.
 
     P = lower(G ∘ Q Kᵀ)                            G_ij = exp(gc_i - gc_j), i >= j
 
@@ -14,15 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from sluice.backends.hopper.prefill_loader import C_TOKENS, ROWS
 from sluice.backends.hopper.prefill_tiles import barrier
 
-ROWS = gl.constexpr(64)  # value columns of a warpgroup
-C_TOKENS = gl.constexpr(64)
 NORM_EPS = gl.constexpr(1e-6)
 
 
@@ -41,21 +39,14 @@ def make(
     acc: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16]
     )
-    chunks = gl.cdiv(tokens, C)
-    for chunk in range(gl.minimum(chunks, NUM_BUFFERS)):
-        ask(tiles, chunk, chunk, K, BLOCK_V, OUTPUT)
     offs = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
     # those of the next chunk: a load's latency is not to sit between two chunks
-    g2_next, g2_last_next, r_k_next = load_gates(g2_ptr, r_k_ptr, row, tokens, offs, HK, HV)
+    g2, g2_last, r_k = load_gates(g2_ptr, r_k_ptr, row, tokens, offs, HK, HV)
     stage = 0
     phase = 0
-    for chunk in range(chunks):
-        g2, g2_last, r_k = g2_next, g2_last_next, r_k_next
-        t = chunk * C + C
-        g2_next, g2_last_next, r_k_next = load_gates(
-            g2_ptr, r_k_ptr, row + t, tokens - t, offs, HK, HV
-        )
-        make_factors(factors, notes, g2, g2_last, r_k, stage, NORM, OUTPUT)
+    last = 0  # of the chunk before the last, whose P this one's takes the place of
+    last_phase = 0
+    for chunk in range(gl.cdiv(tokens, C)):
         mbarrier.wait(ready.index(stage), phase)
         kq_smem = kq_bufs.index(stage)
         count = tokens - chunk * C
@@ -74,13 +65,23 @@ def make(
             k_t = kq_smem.slice(0, C, 0).permute((1, 0))
             none = gl.zeros([C, C], gl.float32, acc)
             p = warpgroup_mma(q_smem, k_t, none, use_acc=False, is_async=True)
+        # while the tensor cores are at it
+        make_factors(factors, notes, g2, g2_last, r_k, stage, NORM, OUTPUT)
+        t = chunk * C + C
+        g2, g2_last, r_k = load_gates(g2_ptr, r_k_ptr, row + t, tokens - t, offs, HK, HV)
+        if OUTPUT:
             if NORM:
                 keep_lengths(q_smem, notes, K)
             g_i = notes[0].load(gl.SliceLayout(1, acc))
             if HALVES == 1:  # there are registers for it
                 G = decay_between(g_i, notes, row >> 31, acc)
             p = warpgroup_mma_wait(0, deps=[p])
-        if OUTPUT:
+            if chunk > 1:
+                mbarrier.wait(free.index(last), last_phase)
+                last += 1
+                if last == NUM_BUFFERS:
+                    last = 0
+                    last_phase = last_phase ^ 1
             p = scale_rows(p, g_i, factors, notes, scale, stage, acc, NORM)
             if HALVES == 2:
                 G = decay_between(g_i, notes, row >> 31, acc)
@@ -88,16 +89,6 @@ def make(
             fence_async_shared()
             barrier()
         mbarrier.arrive(made.index(stage), count=1)
-        # the buffers of the chunk before this one, and of its P, which the next but one gets
-        last = stage - 1
-        before = phase
-        if stage == 0:
-            last = NUM_BUFFERS - 1
-            before = phase ^ 1
-        mbarrier.wait(free.index(last), before, pred=chunk > 0)
-        further = chunk + NUM_BUFFERS - 1
-        if (chunk > 0) & (further < chunks):
-            ask(tiles, further, last, K, BLOCK_V, OUTPUT)
         stage += 1
         if stage == NUM_BUFFERS:
             stage = 0
@@ -113,39 +104,6 @@ def end_rows(smem, count):
         part = smem.slice(first, 16, 0)
         x = part.load(layout)
         part.store(gl.where(rows + first < count, x, gl.zeros([16, ROWS], x.dtype, layout)))
-
-
-@gluon.jit
-def ask(tiles, chunk, stage, K: gl.constexpr, BLOCK_V: gl.constexpr, OUTPUT: gl.constexpr):
-    """Ask for the tiles of a chunk."""
-    q_desc, k_desc, v_desc, a_desc, kq_bufs, v_bufs, a_bufs, ready = tiles[:8]
-    row = tiles[9]
-    column_q, column_k, column_a, column_v, values = tiles[11:]
-    C: gl.constexpr = C_TOKENS
-    HALVES: gl.constexpr = BLOCK_V // ROWS
-    COMMON: gl.constexpr = 2 * C * (2 * K + C if OUTPUT else K + C)
-    bar = ready.index(stage)
-    t = row + chunk * C
-    if values:
-        mbarrier.expect(bar, COMMON + 2 * C * BLOCK_V)
-    else:
-        mbarrier.expect(bar, COMMON)
-    copy_rows(k_desc, kq_bufs.index(stage).slice(0, C, 0), t, column_k, bar, K)
-    if OUTPUT:
-        copy_rows(q_desc, kq_bufs.index(stage).slice(C, C, 0), t, column_q, bar, K)
-    for half in gl.static_range(HALVES):
-        v_smem = v_bufs.index(stage * HALVES + half)
-        at = column_v + half * ROWS
-        tma.async_copy_global_to_shared(v_desc, [t, at], bar, v_smem, pred=values)
-    tma.async_copy_global_to_shared(a_desc, [t, column_a], bar, a_bufs.index(stage))
-
-
-@gluon.jit
-def copy_rows(desc, smem, row, column, bar, K: gl.constexpr):
-    """Ask for a tile [C, K] that is part of a taller one: in pieces of 64 columns."""
-    for piece in gl.static_range(K // ROWS):
-        part = smem.slice(piece * ROWS, ROWS, 1)
-        tma.async_copy_global_to_shared(desc, [row, column + piece * ROWS], bar, part)
 
 
 @gluon.jit

@@ -25,7 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sluice.backends.hopper.prefill_maker import C_TOKENS, ROWS, make, make_notes
+from sluice.backends.hopper.prefill_loader import C_TOKENS, ROWS, request
+from sluice.backends.hopper.prefill_maker import make, make_notes
 from sluice.backends.hopper.prefill_tiles import unit_span
 from sluice.backends.hopper.prefill_warps import consume
 
@@ -168,9 +169,10 @@ def hopper_state_kernel(
             [
                 (consume, (work, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
                 (make, (ahead, HK, HV, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (request, (tiles, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
             ],
-            [4],
-            [152],
+            [4, 1],
+            [152, 24],
         )
     else:
         gl.warp_specialize(
@@ -178,7 +180,8 @@ def hopper_state_kernel(
                 (consume, (work, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
                 (consume, (work, K, V, STATE_KV, 1, HALVES, NUM_BUFFERS, OUTPUT)),
                 (make, (ahead, HK, HV, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (request, (tiles, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
             ],
-            [4, 4],
-            [216, 72],
+            [4, 4, 1],
+            [208, 72, 24],
         )

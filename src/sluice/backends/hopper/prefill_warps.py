@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sluice.backends.hopper.prefill_maker import C_TOKENS, ROWS
+from sluice.backends.hopper.prefill_loader import C_TOKENS, ROWS
 from sluice.backends.hopper.prefill_tiles import barrier, state_offsets
 
 

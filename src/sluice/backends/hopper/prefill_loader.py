@@ -1,0 +1,60 @@
+"""The warp of hopper_state_kernel that asks for tiles, as many chunks ahead as there are buffers."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+ROWS = gl.constexpr(64)  # value columns of a warpgroup
+C_TOKENS = gl.constexpr(64)
+
+
+@gluon.jit
+def request(
+    tiles, K: gl.constexpr, BLOCK_V: gl.constexpr, NUM_BUFFERS: gl.constexpr, OUTPUT: gl.constexpr
+):
+    """All chunks of a program. A warp of its own: the compiler puts a barrier behind each copy."""
+    free, tokens = tiles[8], tiles[10]
+    stage = 0
+    phase = 1
+    for chunk in range(gl.cdiv(tokens, C_TOKENS)):
+        mbarrier.wait(free.index(stage), phase, pred=chunk >= NUM_BUFFERS)
+        ask(tiles, chunk, stage, K, BLOCK_V, OUTPUT)
+        stage += 1
+        if stage == NUM_BUFFERS:
+            stage = 0
+            phase = phase ^ 1
+
+
+@gluon.jit
+def ask(tiles, chunk, stage, K: gl.constexpr, BLOCK_V: gl.constexpr, OUTPUT: gl.constexpr):
+    """Ask for the tiles of a chunk."""
+    q_desc, k_desc, v_desc, a_desc, kq_bufs, v_bufs, a_bufs, ready = tiles[:8]
+    row = tiles[9]
+    column_q, column_k, column_a, column_v, values = tiles[11:]
+    C: gl.constexpr = C_TOKENS
+    HALVES: gl.constexpr = BLOCK_V // ROWS
+    COMMON: gl.constexpr = 2 * C * (2 * K + C if OUTPUT else K + C)
+    bar = ready.index(stage)
+    t = row + chunk * C
+    if values:
+        mbarrier.expect(bar, COMMON + 2 * C * BLOCK_V)
+    else:
+        mbarrier.expect(bar, COMMON)
+    copy_rows(k_desc, kq_bufs.index(stage).slice(0, C, 0), t, column_k, bar, K)
+    if OUTPUT:
+        copy_rows(q_desc, kq_bufs.index(stage).slice(C, C, 0), t, column_q, bar, K)
+    for half in gl.static_range(HALVES):
+        v_smem = v_bufs.index(stage * HALVES + half)
+        at = column_v + half * ROWS
+        tma.async_copy_global_to_shared(v_desc, [t, at], bar, v_smem, pred=values)
+    tma.async_copy_global_to_shared(a_desc, [t, column_a], bar, a_bufs.index(stage))
+
+
+@gluon.jit
+def copy_rows(desc, smem, row, column, bar, K: gl.constexpr):
+    """Ask for a tile [C, K] that is part of a taller one: in pieces of 64 columns."""
+    for piece in gl.static_range(K // ROWS):
+        part = smem.slice(piece * ROWS, ROWS, 1)
+        tma.async_copy_global_to_shared(desc, [row, column + piece * ROWS], bar, part)
