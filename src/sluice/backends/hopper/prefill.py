@@ -19,7 +19,7 @@ from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
 CHUNK, ROWS = 64, 64
-NUM_BUFFERS = {64: 4, 128: 3}  # chunks whose tiles fit into shared memory, by BLOCK_V
+NUM_BUFFERS = {64: 3, 128: 3}  # chunks whose tiles fit into shared memory, by BLOCK_V
 WHOLE = portable.WHOLE
 CHUNK_REGISTERS = 128  # of a thread of the parallel half: four programs an SM
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))

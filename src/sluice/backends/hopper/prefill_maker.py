@@ -32,7 +32,7 @@ def make(
 ):  # fmt: skip
     """All chunks of a program, each a chunk before the warps that wait for it."""
     tiles, factors, notes, p_bufs, made, g2_ptr, r_k_ptr, scale = work
-    kq_bufs, v_bufs, a_bufs, ready, free, row, tokens = tiles[4:11]
+    kq_bufs, v_bufs, a_bufs, ready, _, row, tokens = tiles[4:11]
     C: gl.constexpr = C_TOKENS
     HALVES: gl.constexpr = BLOCK_V // ROWS
     NORM: gl.constexpr = r_k_ptr is not None
@@ -44,8 +44,6 @@ def make(
     g2, g2_last, r_k = load_gates(g2_ptr, r_k_ptr, row, tokens, offs, HK, HV)
     stage = 0
     phase = 0
-    last = 0  # of the chunk before the last, whose P this one's takes the place of
-    last_phase = 0
     for chunk in range(gl.cdiv(tokens, C)):
         mbarrier.wait(ready.index(stage), phase)
         kq_smem = kq_bufs.index(stage)
@@ -76,16 +74,10 @@ def make(
             if HALVES == 1:  # there are registers for it
                 G = decay_between(g_i, notes, row >> 31, acc)
             p = warpgroup_mma_wait(0, deps=[p])
-            if chunk > 1:
-                mbarrier.wait(free.index(last), last_phase)
-                last += 1
-                if last == NUM_BUFFERS:
-                    last = 0
-                    last_phase = last_phase ^ 1
             p = scale_rows(p, g_i, factors, notes, scale, stage, acc, NORM)
             if HALVES == 2:
                 G = decay_between(g_i, notes, row >> 31, acc)
-            p_bufs.index(chunk % 2).store((p * G).to(gl.float16))
+            p_bufs.index(stage).store((p * G).to(gl.float16))
             fence_async_shared()
             barrier()
         mbarrier.arrive(made.index(stage), count=1)

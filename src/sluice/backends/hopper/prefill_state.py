@@ -111,7 +111,7 @@ def hopper_state_kernel(
     a_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, C, C], a_desc.layout)
     if OUTPUT:
         products: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
-        p_bufs = gl.allocate_shared_memory(gl.float16, [2, C, C], products)
+        p_bufs = gl.allocate_shared_memory(gl.float16, [NUM_BUFFERS, C, C], products)
         o_bufs = gl.allocate_shared_memory(dtype, [HALVES, C, ROWS], v_desc.layout)
     else:  # nothing is read
         p_bufs = a_bufs
@@ -127,10 +127,13 @@ def hopper_state_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_BUFFERS):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(made.index(stage), count=1)
         mbarrier.init(free.index(stage), count=HALVES)
+    for half in gl.static_range(2):
+        mbarrier.init(turn.index(half), count=1)
     fence_async_shared()
 
     known = live
@@ -159,7 +162,7 @@ def hopper_state_kernel(
     )  # fmt: skip
     ahead = (tiles, factors, notes, p_bufs, made, g2_ptr, r_k_ptr, scale)
     work = (
-        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, o_desc,
+        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, turn, o_desc,
         o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
         live, row, tokens, column_v, first_row, values, stride_o_t,
     )  # fmt: skip

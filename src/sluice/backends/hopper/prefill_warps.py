@@ -65,7 +65,7 @@ def consume(
 ):  # fmt: skip
     """One warpgroup: 64 value columns through all tokens of the program."""
     (
-        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, o_desc,
+        kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, turn, o_desc,
         o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
         live, row, tokens, column_v, first_row, values, stride_o_t,
     ) = work  # fmt: skip
@@ -117,6 +117,8 @@ def consume(
         stage = 0
         phase = 0
         for chunk in range(chunks):
+            if HALVES == 2:  # in turns
+                mbarrier.wait(turn.index(HALF), (chunk + 1 - HALF) % 2, pred=chunk >= 1 - HALF)
             if OUTPUT:
                 u, o = halves(u, acc_c)
             w = v - u * gl.expand_dims(decay, 0)
@@ -139,10 +141,11 @@ def consume(
             if OUTPUT:
                 vd_left, up, down = scaled(vd, left_c)
                 o = o * gl.expand_dims(read.index(stage).load(by_token), 0) * up
-                p_smem = p_bufs.index(chunk % 2).permute((1, 0))
+                p_smem = p_bufs.index(stage).permute((1, 0))
                 o = warpgroup_mma(vd_left, p_smem, o, is_async=True)
             if HALVES == 2:
                 s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
+                mbarrier.arrive(turn.index(1 - HALF), count=1)
                 if OUTPUT:
                     o = warpgroup_mma_wait(1, deps=[o])
                     o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
@@ -189,7 +192,7 @@ def consume(
             mbarrier.wait(made.index(stage), phase)
             s, o = last_chunk(
                 s, kq_bufs.index(stage), v_bufs.index(stage * HALVES + HALF), a_bufs.index(stage),
-                p_bufs.index(chunks % 2), factors, stage, start, acc_c, left_c, left_k, OUTPUT,
+                p_bufs.index(stage), factors, stage, start, acc_c, left_c, left_k, OUTPUT,
             )  # fmt: skip
             if OUTPUT:
                 first = row + chunks * C
