@@ -109,8 +109,8 @@ class Parts(NamedTuple):
     """What the parallel half leaves for the serial one: tensors over B * T tokens."""
 
     a: Tensor  # [.., HV, C]: Ag
-    g2: Tensor | None  # [.., HV] float32: cumulative log2 decay in the chunk; None without g
-    r_k: Tensor | None  # [.., HK] float32: inverse lengths of the keys; None without norm
+    g2: Tensor | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
+    r_k: Tensor | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
 
 
 def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
@@ -119,8 +119,8 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
     assert t.beta is not None
     empty = functools.partial(torch.empty, dtype=torch.float32, device=p.device)
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype)
-    g2 = None if t.g is None else empty(tokens, p.HV)
-    r_k = empty(tokens, p.HK) if p.normalize_qk else None
+    g2 = None if t.g is None else empty(p.HV, tokens)
+    r_k = empty(p.HK, tokens) if p.normalize_qk else None
     _launch(
         hopper_chunks_kernel,
         portable.units_of(p, CHUNK, tail=True) * (p.HK // heads),
@@ -141,6 +141,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
         **strides(t.g, "g", "bth"),
         **strides(t.beta, "beta", "bth"),
         stride_o_t=t.out.stride(1),
+        stride_gates_h=tokens,
         HK=p.HK,
         HV=p.HV,
         K=p.K,
@@ -186,6 +187,7 @@ def _states(
         pad_slot=p.rows.pad_slot,
         segment_size=segment,
         stride_o_t=t.out.stride(1),
+        stride_gates_h=p.B * p.T,
         stride_state_p=t.state.stride(0),
         HQ=p.HQ,
         HK=p.HK,

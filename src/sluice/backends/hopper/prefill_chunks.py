@@ -106,10 +106,8 @@ def gather_gates(
 
 
 @gluon.jit
-def store_rows(
-    ptr, smem, count, heads, HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr
-):  # fmt: skip
-    """Store a number a token and head, [4 blocks of tokens, KH, 4 / KH (or 1: the same), 16]."""
+def store_rows(ptr, smem, count, heads, stride_h, R: gl.constexpr, KH: gl.constexpr):
+    """Store a number a head and token, [4 blocks of tokens, KH, 4 / KH, 16]."""
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 1, 2, 1],
         [1, 1, 2, 16] if KH == 1 else [1, 2, 1, 16],
@@ -120,18 +118,19 @@ def store_rows(
     h = along(2, 4 // KH, layout, 4)
     on = (row < count) & (h < heads) & (along(1, KH, layout, 4) < KH)
     x = gl.where(on, smem.load(layout), 0.0)
-    gl.store(ptr + row * HV + along(1, KH, layout, 4) * R + h, x, mask=on)
+    head = (along(1, KH, layout, 4) * R + h).to(gl.int64)
+    gl.store(ptr + head * stride_h + row, x, mask=on)
 
 
 @gluon.jit
-def inverse_lengths(smem, count, r_ptr, r_smem, H: gl.constexpr):
+def inverse_lengths(smem, count, r_ptr, r_smem):
     """1 / sqrt(sum x² + eps) for each row of a tile, to memory and to shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     x = smem.load(layout).to(gl.float32)
     r = gl.rsqrt(gl.sum(x * x, axis=1) + NORM_EPS)
     r_smem.store(r)
     rows = gl.arange(0, C_TOKENS, gl.SliceLayout(1, layout))
-    gl.store(r_ptr + rows.to(gl.int64) * H, r, mask=rows < count)
+    gl.store(r_ptr + rows, r, mask=rows < count)
 
 
 @gluon.jit
@@ -184,7 +183,7 @@ def store_inverse(
                 gl.store(a_ptr + to, a.to(a_ptr.dtype.element_ty), mask=on)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b"])
+@gluon.jit(do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b", "stride_gates_h"])
 def hopper_chunks_kernel(
     k_desc,  # [B * T, HK * K], block [C, K]
     g_ptr,  # [B, T, HV]; None: no decay
@@ -192,8 +191,8 @@ def hopper_chunks_kernel(
     dt_bias_ptr,  # [HV]; None: 0
     beta_ptr,  # [B, T, HV]
     a_ptr,  # [B * T, HV, C]: Ag
-    g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
-    r_k_ptr,  # [B * T, HK] float32: inverse lengths; None without norm
+    g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
+    r_k_ptr,  # [HK, B * T] float32: inverse lengths; None without norm
     o_ptr,  # [B * T, HV * V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     beta_scale,
@@ -206,6 +205,7 @@ def hopper_chunks_kernel(
     stride_beta_t,
     stride_beta_h,
     stride_o_t,
+    stride_gates_h,  # of g2 and r_k
     HK: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -303,8 +303,8 @@ def hopper_chunks_kernel(
         if r_k_ptr is not None:
             r_k_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
             for kh in gl.static_range(KH):
-                at = tokens * HK + group * KH + kh
-                inverse_lengths(k_smem.index(kh), count, r_k_ptr + at, r_k_smem.index(kh), HK)
+                at = (group * KH + kh).to(gl.int64) * stride_gates_h + row
+                inverse_lengths(k_smem.index(kh), count, r_k_ptr + at, r_k_smem.index(kh))
         kks = ()
         for kh in gl.static_range(KH):
             k_tile = k_smem.index(kh)
@@ -331,11 +331,11 @@ def hopper_chunks_kernel(
                         RAW_BETA,
                     )  # fmt: skip
                     barrier()
-            at = tokens * HV + head
             if g_ptr is not None:
-                store_rows(g2_ptr + at, g_smem, count, heads, HV, R, KH)
+                at = head.to(gl.int64) * stride_gates_h + row
+                store_rows(g2_ptr + at, g_smem, count, heads, stride_gates_h, R, KH)
             A = invert(kk_smem, d_smem, b_smem, x_smem, X, b_rows, quads, upright, KH)
             store_inverse(
-                a_ptr + at * C, A, X, g_rows, b_rows, count, heads, quads, HV, R, KH,
+                a_ptr + (tokens * HV + head) * C, A, X, g_rows, b_rows, count, heads, quads, HV, R, KH,
                 g_ptr is not None,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The warp of hopper_state_kernel that asks for tiles, as many chunks ahead as there are buffers."""
+"""The warp of hopper_state_kernel that brings tiles and gates, as far ahead as there are buffers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from sluice.backends.hopper.prefill_tiles import barrier
+
 ROWS = gl.constexpr(64)  # value columns of a warpgroup
 C_TOKENS = gl.constexpr(64)
 
 
 @gluon.jit
-def request(
-    tiles, K: gl.constexpr, BLOCK_V: gl.constexpr, NUM_BUFFERS: gl.constexpr, OUTPUT: gl.constexpr
-):
-    """All chunks of a program. A warp of its own: the compiler puts a barrier behind each copy."""
+def bring(
+    tiles, gates, K: gl.constexpr, BLOCK_V: gl.constexpr, NUM_BUFFERS: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):  # fmt: skip
+    """All chunks of a program.
+
+    A warp of its own: what it loads is waited for here, and the compiler puts a barrier behind each
+    copy.
+    """
     free, tokens = tiles[8], tiles[10]
+    chunks = gl.cdiv(tokens, C_TOKENS)
+    for chunk in range(gl.minimum(chunks, NUM_BUFFERS)):
+        ask(tiles, chunk, chunk, K, BLOCK_V, OUTPUT)
     stage = 0
     phase = 1
-    for chunk in range(gl.cdiv(tokens, C_TOKENS)):
-        mbarrier.wait(free.index(stage), phase, pred=chunk >= NUM_BUFFERS)
-        ask(tiles, chunk, stage, K, BLOCK_V, OUTPUT)
+    for chunk in range(chunks):
+        if chunk >= NUM_BUFFERS:
+            mbarrier.wait(free.index(stage), phase)
+            ask(tiles, chunk, stage, K, BLOCK_V, OUTPUT)
+        make_factors(gates, tiles[9] + chunk * C_TOKENS, tokens - chunk * C_TOKENS, stage)
         stage += 1
         if stage == NUM_BUFFERS:
             stage = 0
@@ -58,3 +70,38 @@ def copy_rows(desc, smem, row, column, bar, K: gl.constexpr):
     for piece in gl.static_range(K // ROWS):
         part = smem.slice(piece * ROWS, ROWS, 1)
         tma.async_copy_global_to_shared(desc, [row, column + piece * ROWS], bar, part)
+
+
+@gluon.jit
+def make_factors(gates, t, count, stage):
+    """The gates of a chunk, and what follows from them: factors of U, of Vd for the state, of S.
+
+    The chunk's tokens begin at ``t``; ``count`` and no more belong to it. Behind them the decay
+    stays.
+    """
+    g2_ptr, r_k_ptr, g2, r_k, past, to_end, whole, gated = gates
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    count = gl.minimum(count, C_TOKENS)
+    at = gl.minimum(gl.arange(0, C_TOKENS, layout), count - 1)
+    one = gl.full([C_TOKENS], 1.0, gl.float32, layout)
+    from_start = one
+    behind = one
+    through = one
+    g = one * 0.0
+    if g2_ptr is not None:
+        g = gl.load(g2_ptr + t + at)
+        last = gl.load(g2_ptr + t + count - 1)
+        from_start = gl.exp2(g)
+        behind = gl.exp2(last - g)
+        through = one * gl.exp2(last)
+    g2.index(stage).store(g)
+    if r_k_ptr is not None:
+        lengths = gl.load(r_k_ptr + t + at)
+        from_start = from_start * lengths
+        behind = behind * lengths
+        r_k.index(stage).store(lengths)
+    past.index(stage).store(from_start)
+    to_end.index(stage).store(behind)
+    whole.index(stage).store(through)
+    barrier()
+    mbarrier.arrive(gated.index(stage), count=1)

@@ -25,13 +25,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sluice.backends.hopper.prefill_loader import C_TOKENS, ROWS, request
-from sluice.backends.hopper.prefill_maker import make, make_notes
+from sluice.backends.hopper.prefill_loader import C_TOKENS, ROWS, bring
+from sluice.backends.hopper.prefill_maker import make
 from sluice.backends.hopper.prefill_tiles import unit_span
 from sluice.backends.hopper.prefill_warps import consume
 
 
-@gluon.jit(do_not_specialize=["N", "T", "pad_slot", "segment_size"])
+@gluon.jit(do_not_specialize=["N", "T", "pad_slot", "segment_size", "stride_gates_h"])
 def hopper_state_kernel(
     q_desc,  # [B * T, HQ * K], block [C, 64]
     k_desc,  # [B * T, HK * K], block [C, 64]
@@ -39,8 +39,8 @@ def hopper_state_kernel(
     a_desc,  # [B * T, HV * C], block [C, C]: Ag
     o_desc,  # [B * T, HV * V], block [C, 64]
     o_ptr,  # the same
-    g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
-    r_k_ptr,  # [B * T, HK] float32: inverse lengths; None without norm
+    g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
+    r_k_ptr,  # [HK, B * T] float32: inverse lengths; None without norm
     joined_ptr,  # [units, HV, K, V + K] float32: S_zero | M without OUTPUT, else states; None
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     slots_ptr,  # [N]; None: row i is sequence i
@@ -53,6 +53,7 @@ def hopper_state_kernel(
     pad_slot,
     segment_size,
     stride_o_t,
+    stride_gates_h,  # of g2 and r_k
     stride_state_p,
     HQ: gl.constexpr,
     HK: gl.constexpr,
@@ -98,10 +99,11 @@ def hopper_state_kernel(
 
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
+
     if g2_ptr is not None:
-        g2_ptr += head_v
+        g2_ptr += head_v.to(gl.int64) * stride_gates_h
     if r_k_ptr is not None:
-        r_k_ptr += head_k
+        r_k_ptr += head_k.to(gl.int64) * stride_gates_h
 
     dtype: gl.constexpr = k_desc.dtype
     # K above Q: one product of the state with both
@@ -123,13 +125,17 @@ def hopper_state_kernel(
     lift = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
     whole = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
     factors = (past, to_end, read, lift, whole)
-    notes = make_notes(plain)
+    r_q = gl.allocate_shared_memory(gl.float32, [C], plain)
+    g2 = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
+    r_k = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
     ready = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
+    gated = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_BUFFERS):
         mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(gated.index(stage), count=1)
         mbarrier.init(made.index(stage), count=1)
         mbarrier.init(free.index(stage), count=HALVES)
     for half in gl.static_range(2):
@@ -160,7 +166,8 @@ def hopper_state_kernel(
         q_desc, k_desc, v_desc, a_desc, kq_bufs, v_bufs, a_bufs, ready, free, row,
         gl.where(live, tokens, 0), head_q * K, head_k * K, head_v * C, column_v, values != 0,
     )  # fmt: skip
-    ahead = (tiles, factors, notes, p_bufs, made, g2_ptr, r_k_ptr, scale)
+    gates = (g2_ptr, r_k_ptr, g2, r_k, past, to_end, whole, gated)
+    ahead = (tiles, g2, r_k, r_q, read, lift, p_bufs, gated, made, scale, r_k_ptr)
     work = (
         kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, turn, o_desc,
         o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
@@ -171,20 +178,20 @@ def hopper_state_kernel(
         gl.warp_specialize(
             [
                 (consume, (work, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
-                (make, (ahead, HK, HV, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
-                (request, (tiles, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (make, (ahead, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (bring, (tiles, gates, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
             ],
             [4, 1],
-            [152, 24],
+            [152, 32],
         )
     else:
         gl.warp_specialize(
             [
                 (consume, (work, K, V, STATE_KV, 0, HALVES, NUM_BUFFERS, OUTPUT)),
                 (consume, (work, K, V, STATE_KV, 1, HALVES, NUM_BUFFERS, OUTPUT)),
-                (make, (ahead, HK, HV, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
-                (request, (tiles, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (make, (ahead, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
+                (bring, (tiles, gates, K, BLOCK_V, NUM_BUFFERS, OUTPUT)),
             ],
             [4, 4, 1],
-            [208, 72, 24],
+            [200, 80, 32],
         )
