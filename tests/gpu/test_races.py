@@ -31,10 +31,15 @@ def lines_of(text: str) -> list[int]:
 def test_the_hand_over_is_told_from_a_fault():
     first, dispatch = lines_of("@gluon.jit")[0], lines_of("gl.warp_specialize(")[0] - 1
     store = lines_of("mbarrier.init")[0]
-    handed, faults = races.judge(report((first, first), (dispatch, first), (store, first)))
-    assert handed == 2
-    assert len(faults) == 1
+    text = report((first, first), (dispatch, first), (store, first))
+    handed, between, faults = races.judge(text)
+    assert (handed, between, faults) == (2, 1, [])
+    # the same of two threads of one group, or in another kernel
+    handed, between, faults = races.judge(text.replace("(192,0,0)", "(96,0,0)"))
+    assert (handed, between, len(faults)) == (2, 0, 1)
     assert f"prefill_state.py:{store}" in faults[0]
+    handed, between, faults = races.judge(text.replace("hopper_state_kernel", "decode_kernel"))
+    assert (handed, between, len(faults)) == (2, 0, 1)
 
 
 def test_a_file_of_nobody_is_a_fault():

@@ -9,10 +9,10 @@ nothing of it goes through shared memory (docs/kernels/chunked.md):
     Oᵀ  = scale (e^gc Sᵀ Qᵀ + Vdᵀ Pᵀ)
     Sᵀ <- e^gl Sᵀ + (e^(gl - gc) Vdᵀ) K
 
-Ag and the cumulative decays come from the kernel that runs over chunks in parallel. Four warps work
-ahead (prefill_maker.py): they ask for tiles by TMA, as many chunks ahead as there are buffers, and
-make P and the factors of a chunk. One warpgroup holds 64 value columns of one head
-(prefill_warps.py); with BLOCK_V = 128 two of them share a program's tiles and run apart.
+Ag and the cumulative decays come from the kernel that runs over chunks in parallel. One warp asks
+for tiles by TMA, as many chunks ahead as there are buffers, and makes the factors of a chunk from
+its gates (prefill_loader.py); four make P (prefill_maker.py). One warpgroup holds 64 value columns
+of one head (prefill_warps.py); with BLOCK_V = 128 two of them share a program's tiles, in turns.
 
 Without OUTPUT the same kernel makes what a segment does to any state: S_zero, from zero, and the
 transition M, from the identity and without values.

@@ -117,7 +117,7 @@ def consume(
         stage = 0
         phase = 0
         for chunk in range(chunks):
-            if HALVES == 2:  # in turns
+            if HALVES == 2:  # in turns: one computes where the other has the tensor cores
                 mbarrier.wait(turn.index(HALF), (chunk + 1 - HALF) % 2, pred=chunk >= 1 - HALF)
             if OUTPUT:
                 u, o = halves(u, acc_c)

@@ -57,10 +57,13 @@ DECODE: dict[tuple[str, int], tuple[Row, ...]] = {
         Row(64, Config(num_warps=1, BLOCK_V=8, C=128, LOAD=STREAM, STORE=STREAM)),
         Row(ANY, Config(num_warps=1, BLOCK_V=16, C=128)),
     ),
-    # One row each, not timed: how many lanes lie along K, and so the order of a sum, follows from
-    # BLOCK_V here.
-    ("kv", 4): (Row(ANY, Config(num_warps=1, BLOCK_V=16, C=16)),),
-    ("kv", 2): (Row(ANY, Config(num_warps=1, BLOCK_V=32, C=16)),),
+    # How many lanes lie along K, and so the order of a sum, follows from BLOCK_V here. 32 columns
+    # are whole lines of float32, and half ones of bf16.
+    ("kv", 4): (Row(ANY, Config(num_warps=2, BLOCK_V=32, C=32, LOAD=KEEP)),),
+    ("kv", 2): (
+        Row(512, Config(num_warps=2, BLOCK_V=32, C=32, LOAD=STREAM, STORE=STREAM)),
+        Row(ANY, Config(num_warps=2, BLOCK_V=32, C=32, LOAD=KEEP)),
+    ),
 }
 # The same with more than one token: in the last rows what a token costs a program is shared by
 # more rows of a state.
@@ -141,8 +144,8 @@ def conv_qkv(K: int, V: int, N: int, tokens: int, itemsize: int = 2) -> Config:
     return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=channels, maxnreg=registers)
 
 
-# step: a program holds a whole state. H200, 2026-11-15; "kv" is chosen by its machine code and not
-# timed: all keys are one piece, so that most of a sum over them is within a thread.
+# step: a program holds a whole state. H200, 2026-11-15. "kv": all keys are one piece, so that most
+# of a sum over them is within a thread.
 STEP: dict[tuple[str, int], Config] = {
     # (state layout, bytes of an element)
     ("vk", 4): Config(num_warps=4, C=32, fp_fusion=True),
