@@ -63,8 +63,8 @@ sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
 	    --error-exitcode 1 --print-limit 5 $(PYTHON) -m tests.gpu.every_kernel || exit 1; \
 	done
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck \
-	  --racecheck-report hazard --print-limit 10000 $(PYTHON) -m tests.gpu.every_kernel \
-	  | $(PYTHON) -m tests.gpu.races
+	  --racecheck-report hazard --show-backtrace no --print-limit 1000000 \
+	  $(PYTHON) -m tests.gpu.every_kernel | $(PYTHON) -m tests.gpu.races
 
 lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

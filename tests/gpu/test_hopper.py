@@ -122,7 +122,7 @@ def hurried(ptx: str) -> list[str]:
 
 
 def test_an_arrival_in_front_of_the_barrier_is_found():
-    store, arrive = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2};", "mbarrier.arrive.b64 _;"
+    store, arrive = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1];", "mbarrier.arrive.b64 _;"
     for meeting in ("bar.sync 3, 128;", "barrier.sync 1;", "bar.warp.sync -1;"):
         assert hurried("\n".join((store, meeting, arrive))) == []
         assert hurried("\n".join((meeting, store, arrive))) == [arrive]

@@ -336,6 +336,6 @@ def hopper_chunks_kernel(
                 store_rows(g2_ptr + at, g_smem, count, heads, stride_gates_h, R, KH)
             A = invert(kk_smem, d_smem, b_smem, x_smem, X, b_rows, quads, upright, KH)
             store_inverse(
-                a_ptr + (tokens * HV + head) * C, A, X, g_rows, b_rows, count, heads, quads, HV, R, KH,
-                g_ptr is not None,
+                a_ptr + (tokens * HV + head) * C, A, X, g_rows, b_rows, count, heads, quads, HV, R,
+                KH, g_ptr is not None,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The warp of hopper_state_kernel that brings tiles and gates, as far ahead as there are buffers."""
+"""The warp of hopper_state_kernel that brings tiles and gates, as many chunks ahead as fit."""
 
 from __future__ import annotations
 
