@@ -107,7 +107,9 @@ def production(device: str = "cpu") -> Iterator[tuple[str, Call]]:
         yield f"decode, K = V = {K}", model.decode
         yield f"step, K = V = {K}", model.step
     for state, short in ((FP32, "fp32"), (BF16, "bf16")):
-        yield f"decode, kv, {short} state", Model(layout="kv", state=state, device=device).decode
+        model = Model(layout="kv", state=state, device=device)
+        yield f"decode, kv, {short} state", model.decode
+        yield f"step, kv, {short} state", model.step
     one = Model(HK=1, HV=3, device=device)
     yield "step, one key head, r = 3", one.step
     yield "step of 4 tokens, interleaved", lambda: one.step(4, "interleaved")
