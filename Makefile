@@ -46,7 +46,7 @@ bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs f
 test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp))  ## every test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
-	  tests/test_contract.py tests/gpu/test_bits.py
+	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py
 	for release in $(if $(PYTEST_ARGS),,$(RELEASES)); do \
 	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
 	    $(PY) -m pytest -n $(WORKERS) tests/integrations/test_transformers*.py || exit 1; \
