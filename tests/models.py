@@ -1,9 +1,12 @@
-"""Small transformers models with random weights and gates that remember."""
+"""transformers models with random weights and gates that remember: small, or of a real shape."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +15,30 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from sluice.testing.compare import assert_within
+from sluice.testing.compare import assert_within, tolerance
+from tests.suite import DEVICE
 
 # family: prefix of its classes, its text config
 FAMILIES = {
     "qwen3_next": ("Qwen3Next", "Qwen3NextConfig"),
     "qwen3_5": ("Qwen3_5", "Qwen3_5TextConfig"),
     "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig"),
+}
+# Qwen3.5-35B-A3B's layers, for ``config``; a small vocabulary
+LAYERS_35B: dict[str, Any] = {
+    "HK": 16,
+    "r": 2,
+    "K": 128,
+    "V": 128,
+    "vocab_size": 1024,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
 }
 
 
@@ -57,25 +77,93 @@ def config(
     return getattr(package, FAMILIES[family][1])(**{**sizes, **more})
 
 
-def stock_layer(family: str, *, seed: int = 0, **sizes: Any) -> nn.Module:
+def stock_layer(family: str, *, seed: int = 0, device: str = "cpu", **sizes: Any) -> nn.Module:
     """One gated delta layer of transformers, float32, without gradients."""
     torch.manual_seed(seed)
     layer = getattr(file_of(family), f"{FAMILIES[family][0]}GatedDeltaNet")(
         config(family, **sizes), layer_idx=0
     )
-    return randomise(layer).eval().requires_grad_(False)
+    return randomise(layer).to(device).eval().requires_grad_(False)
 
 
-def stock_model(family: str, *, seed: int = 0, **sizes: Any) -> nn.Module:
-    """A whole causal language model of transformers, float32."""
+def stock_model(
+    family: str,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **sizes: Any,
+) -> nn.Module:
+    """A whole causal language model of transformers, built where it runs and in its dtype."""
+    kind = getattr(file_of(family), f"{FAMILIES[family][0]}ForCausalLM")
     torch.manual_seed(seed)
-    model = getattr(file_of(family), f"{FAMILIES[family][0]}ForCausalLM")(config(family, **sizes))
+    with default_dtype(dtype), torch.device(device):
+        model = kind(config(family, **sizes))
     for module in model.modules():
         if type(module).__name__.endswith("GatedDeltaNet"):
             randomise(module)
         elif isinstance(module, nn.Linear | nn.Embedding):  # far enough from a flat distribution
             module.weight.data.mul_(4)
     return model.eval()
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within this scope, floating-point tensors are made in ``dtype``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def natural(model: nn.Module, router: float = 4.0) -> nn.Module:
+    """Every product keeps its input's size, whatever the width, so that no layer is lost in noise.
+
+    Only the routers' logits are larger: the experts at the edge of being chosen then count for
+    little, and a model that rounds another way is not another model.
+    """
+    for module in model.modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.Embedding):
+            module.weight.data.normal_()
+        elif isinstance(module, nn.Linear) or kind.endswith("Experts"):
+            for p in module.parameters(recurse=False):
+                p.data.normal_(std=p.shape[-1] ** -0.5)
+        elif kind.endswith("TopKRouter"):
+            module.weight.data.normal_(std=router * module.weight.shape[-1] ** -0.5)
+    return model
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """Other modules around the very same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+class _Widened:
+    """The weights of experts, in float32 where they are asked for: a copy is twice their size."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
+        return self.weights[index].float()
+
+
+def exact_of(model: nn.Module) -> nn.Module:
+    """The same weights in float32, with transformers' plain loop over experts."""
+    experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    kept = {id(p): p for m in experts for p in m.parameters(recurse=False)}
+    exact = copy.deepcopy(model, kept)
+    for module in exact.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if id(p) in kept:
+                delattr(module, name)
+                setattr(module, name, _Widened(p.data))
+    if experts:
+        exact.config._experts_implementation = "eager"
+    return exact.float()
 
 
 def randomise(layer: nn.Module) -> nn.Module:
@@ -115,11 +203,27 @@ def states_of(cache: Any, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return (conv[layer], state[layer]) if isinstance(conv, list) else (conv, state)
 
 
-def tokens(*size: int, seed: int = 0) -> torch.Tensor:
+def tokens(*size: int, seed: int = 0, device: str = DEVICE) -> torch.Tensor:
     """Words to feed a small model."""
-    return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def ragged(lengths: Sequence[int], side: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of different lengths, and their mask, padded on one side."""
+    T = max(lengths)
+    at, n = torch.arange(T), torch.tensor(lengths).unsqueeze(1)
+    mask = ((at >= T - n) if side == "left" else (at < n)).long().to(DEVICE)
+    return tokens(len(lengths), T, seed=seed) * mask, mask
+
+
+def packing(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(position_ids, borders, seq_idx) of sequences in one row."""
+    position = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return position.to(DEVICE), borders.to(DEVICE), numbers.unsqueeze(0).to(DEVICE)
 
 
 def close(actual: torch.Tensor, exact: torch.Tensor, name: str = "logits") -> None:
     """Equal but for the rounding of float32 through four layers."""
-    assert_within(actual, exact, 5e-5, name=name)
+    assert_within(actual, exact, 5 * tolerance(torch.float32, device=DEVICE), name=name)

@@ -13,7 +13,18 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.models import FAMILIES, close, new_cache, states_of, stock_layer, stock_model, tokens
+from tests.models import (
+    FAMILIES,
+    close,
+    new_cache,
+    packing,
+    ragged,
+    states_of,
+    stock_layer,
+    stock_model,
+    tokens,
+)
+from tests.suite import DEVICE
 
 from sluice.contract.errors import ContractError
 from sluice.integrations import transformers as integration
@@ -63,16 +74,15 @@ def test_the_cache_is_updated_in_place(models):
 def test_right_padding_continues_as_if_it_were_not_there_row_27(models):
     """A batch of prompts padded on the right, then one token each: stock gets it wrong."""
     stock, ours = models
-    lengths, T = (9, 14), 14
-    ids, mask = tokens(2, T), torch.ones(2, T, dtype=torch.int64)
-    mask[0, lengths[0] :] = 0
+    lengths = (9, 14)
+    ids, mask = ragged(lengths, "right")
     last = tokens(2, 1, seed=5)
     logits = {}
     for name, model in (("stock", stock), ("ours", ours)):
         cache = new_cache(stock)
         model(ids, attention_mask=mask, past_key_values=cache)
-        more = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
-        position = torch.tensor(lengths).view(2, 1)
+        more = torch.cat([mask, torch.ones_like(last)], dim=1)
+        position = torch.tensor(lengths, device=DEVICE).view(2, 1)
         logits[name] = model(
             last, attention_mask=more, position_ids=position, past_key_values=cache
         ).logits
@@ -96,15 +106,13 @@ def test_packed_sequences_do_not_leak_row_29(models):
     stock, ours = models
     lengths = (6, 11, 4)
     ids = tokens(1, sum(lengths))
-    position = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    position, borders, numbers = packing(lengths)
     packed = {"position_ids": position, "cu_seq_lens_q": borders, "use_cache": False}
     logits = ours(ids, **packed).logits
     for a, b in itertools.pairwise(borders):
         close(logits[:, a:b], stock(ids[:, a:b]).logits)
     leaked = stock(ids, **packed).logits  # its torch functions know nothing of packing
     assert relative_error(leaked[:, lengths[0] :], logits[:, lengths[0] :]) > 0.01
-    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
     by_number = {"position_ids": position, "seq_idx": numbers, "use_cache": False}
     assert_same_bits(layers_only(ours, ids, by_number), layers_only(ours, ids, packed), "seq_idx")
     both = {**packed, "seq_idx": numbers}
@@ -118,8 +126,9 @@ def test_a_cpu_model_runs_where_the_stock_choice_of_fla_crashes_row_28(monkeypat
     stock = stock_model("qwen3_next")
     if hasattr(known_layers(stock)[0], "chunk_gated_delta_rule"):
         pytest.skip("this transformers chooses for each layer, and looks at the device")
+    ids = tokens(1, 9, device="cpu")
     with plain_torch(stock):
-        exact = stock(tokens(1, 9)).logits
+        exact = stock(ids).logits
     file = sys.modules[type(stock).__module__]
 
     def no_driver(*args, **kwargs):
@@ -128,10 +137,10 @@ def test_a_cpu_model_runs_where_the_stock_choice_of_fla_crashes_row_28(monkeypat
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
         monkeypatch.setattr(file, name, no_driver)
     with pytest.raises(RuntimeError, match="active drivers"):
-        stock(tokens(1, 9))
+        stock(ids)
     ours = accelerate(stock)
-    close(ours(tokens(1, 9)).logits, exact)
-    assert ours.generate(tokens(1, 5), max_new_tokens=3, do_sample=False).shape == (1, 8)
+    close(ours(ids).logits, exact)
+    assert ours.generate(ids[:, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
 
 
 def test_a_cache_that_records_its_past_is_left_to_transformers(models, monkeypatch):
@@ -242,7 +251,8 @@ def hooked(layer, hook):
 
 
 def test_hooks_of_offloaded_weights_still_fire():
-    layer, hook, x = stock_layer("qwen3_next"), Hook(), torch.randn(1, 9, 48)
+    layer, hook = stock_layer("qwen3_next", device=DEVICE), Hook()
+    x = torch.randn(1, 9, 48, device=DEVICE)
     with plain_torch(layer):
         exact = layer(x)
     accelerate(hooked(layer, hook))

@@ -11,19 +11,15 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.models import new_cache, states_of, stock_model
+from tests.models import close, new_cache, packing, states_of, stock_model, tokens
+from tests.suite import DEVICE
 
 from sluice.contract.errors import ContractError
 from sluice.integrations import transformers as integration
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch
 from sluice.testing.compare import assert_within
 
-TIGHT = 5e-5
 LENGTHS = (6, 70, 1, 4)
-
-
-def tokens(*size, seed=0):
-    return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(autouse=True)
@@ -36,15 +32,14 @@ def models(request):
     """A stock model, and an accelerated copy of it."""
     family, r = request.param
     pytest.importorskip(f"transformers.models.{family}", reason="not in this transformers")
-    stock = stock_model(family, r=r)
+    stock = stock_model(family, r=r, device=DEVICE)
     with plain_torch(stock):
         yield stock, accelerate(copy.deepcopy(stock))
 
 
 def packed(lengths=LENGTHS):
     """One row of sequences, and what a collator adds to it."""
-    position = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    position, borders, _ = packing(lengths)
     return tokens(1, sum(lengths)), {"position_ids": position, "cu_seq_lens_q": borders}
 
 
@@ -83,12 +78,13 @@ def test_gradients_of_packed_sequences_are_those_of_each_alone_row_29(models):
     stock, ours = models
     ids, options = packed()
     weight = torch.randn(1, ids.shape[1], 97, generator=torch.Generator().manual_seed(1))
+    weight = weight.to(DEVICE)
     with pytest.warns(UserWarning, match="packed sequences with gradients run in plain torch"):
         logits = ours(ids, use_cache=False, **options).logits
     (logits * weight).sum().backward()
     for a, b in itertools.pairwise(options["cu_seq_lens_q"]):
         alone = stock(ids[:, a:b], use_cache=False).logits
-        assert_within(logits[:, a:b], alone, TIGHT, name="logits")
+        close(logits[:, a:b], alone)
         (alone * weight[:, a:b]).sum().backward()
     same_gradients(ours, stock)
 
@@ -98,20 +94,20 @@ def test_a_cache_gets_the_packed_states_too(models):
     _, options = packed((5, 8))
     cache, before = new_cache(ours), new_cache(ours)
     with torch.no_grad():
-        known_layers(ours)[0](hidden := torch.randn(1, 13, 48), before, **options)
+        known_layers(ours)[0](hidden := torch.randn(1, 13, 48, device=DEVICE), before, **options)
     known_layers(ours)[0](hidden, cache, **options).sum().backward()
     for kept, exact in zip(*(states_of(c) for c in (cache, before)), strict=True):
         assert not kept.requires_grad
-        assert_within(kept, exact, TIGHT, name="state")
+        close(kept, exact, "state")
 
 
 def test_what_would_be_wrong_is_refused(models):
     _, ours = models
     layer = known_layers(ours)[0]
     _, options = packed((5, 8))
-    hidden, cache = torch.randn(1, 13, 48), new_cache(ours)
+    hidden, cache = torch.randn(1, 13, 48, device=DEVICE), new_cache(ours)
     layer(hidden, cache, **options)
     with pytest.raises(ContractError, match="past_key_values: expected a cache without tokens"):
         layer(hidden, cache, **options)
     with pytest.raises(ContractError, match="attention_mask: expected None beside cu_seq_lens_q"):
-        layer(hidden, attention_mask=torch.ones(1, 13), **options)
+        layer(hidden, attention_mask=torch.ones(1, 13, device=DEVICE), **options)
