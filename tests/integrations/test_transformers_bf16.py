@@ -5,6 +5,7 @@ With a GPU, also a model of Qwen3.5-35B-A3B's layer shapes, and the kernels must
 
 from __future__ import annotations
 
+import gc
 from typing import NamedTuple
 
 import pytest
@@ -52,6 +53,15 @@ class Models(NamedTuple):
     exact: nn.Module
     stock: nn.Module
     ours: nn.Module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_given_back():
+    """Large models are not kept by a process that goes on to other tests."""
+    yield
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
