@@ -186,6 +186,37 @@ def own_cache(model: nn.Module) -> Any:
     return None
 
 
+def static(model: nn.Module, length: int = 64) -> Any:
+    """A static cache, where transformers has one for the model."""
+    from transformers import StaticCache
+
+    if own_cache(model) is not None:
+        pytest.skip("this transformers has no static cache for the model")
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def compiled(model: nn.Module, stock: nn.Module) -> Any:
+    """The model's forward, compiled whole; skipped only where stock's does not compile either."""
+
+    def whole(m: nn.Module) -> Any:
+        return torch.compile(m.forward, backend="aot_eager", fullgraph=True)
+
+    def call(ids: torch.Tensor, **options: Any) -> Any:
+        try:
+            return forward(ids, **options)
+        except torch._dynamo.exc.Unsupported as reason:
+            cache = static(stock)
+            stock(ids, past_key_values=cache)
+            try:
+                whole(stock)(ids, **{**options, "past_key_values": cache})
+            except torch._dynamo.exc.Unsupported:
+                pytest.skip(f"this transformers does not compile: {str(reason)[:80]}")
+            raise
+
+    forward = whole(model)
+    return call
+
+
 def new_cache(model: nn.Module) -> Any:
     """An empty cache that grows, of whatever class this transformers has."""
     from transformers import DynamicCache

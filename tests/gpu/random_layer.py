@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import sluice
+from sluice.testing import compare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter truncates float32 to bfloat16: on a CPU, float16 stands for it
@@ -68,3 +69,13 @@ class Layer:
             slots=self.slots[rows],
             backend="triton",
         )
+
+    def steps_alone_as_together(self) -> None:
+        """Require each row's step by itself to leave the bits that it leaves in the batch."""
+        together, alone = ((self.state.clone(), self.window.clone()) for _ in range(2))
+        y = self.step(*together)
+        for i in range(self.N):
+            one = self.step(*alone, slice(i, i + 1))
+            compare.assert_same_bits(one, y[i : i + 1], f"y of row {i}")
+        for name, one, all_rows in zip(("state", "window"), alone, together, strict=True):
+            compare.assert_same_bits(one, all_rows, name)

@@ -82,14 +82,7 @@ def test_every_row_of_the_table_leaves_the_same_bits(monkeypatch, state):
 def test_step_of_a_row_does_not_depend_on_the_batch(state, tokens, heads):
     """Programs of a key head share its windows, whichever of them comes last."""
     layer = Layer(3, tokens, state=state, **{**SIZE, "HK": heads[0], "HV": heads[1]})
-    together = layer.state.clone(), layer.window.clone()
-    y = layer.step(*together)
-    alone = layer.state.clone(), layer.window.clone()
-    for i in range(layer.N):
-        one = layer.step(*alone, slice(i, i + 1))
-        compare.assert_same_bits(one, y[i : i + 1], f"y of row {i}")
-    for name, one, all_rows in zip(("state", "window"), alone, together, strict=True):
-        compare.assert_same_bits(one, all_rows, name)
+    layer.steps_alone_as_together()
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

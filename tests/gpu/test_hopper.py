@@ -28,7 +28,7 @@ INDICES = {"slots": "*i64", "write_slots": "*i64", "has_state": "*i1", "cu_seqle
 NO_NORM = {"r_k_ptr": None}
 NO_RAW = {"A_log_ptr": None, "dt_bias_ptr": None, "RAW_BETA": False}
 STATE = {
-    "NUM_BUFFERS": prefill.NUM_BUFFERS[128],
+    "NUM_BUFFERS": prefill.NUM_BUFFERS,
     "STATE_KV": False,
     "joined_ptr": None,
     "OUTPUT": True,
@@ -39,7 +39,7 @@ KERNELS = {
     "chunks, no decay": (hopper_chunks_kernel, NO_NORM | NO_RAW | {"g_ptr": None, "g2_ptr": None}),
     "states, 64 columns": (
         hopper_state_kernel,
-        STATE | NO_NORM | {"BLOCK_V": 64, "NUM_BUFFERS": prefill.NUM_BUFFERS[64]},
+        STATE | NO_NORM | {"BLOCK_V": 64},
     ),
     "states, 128 columns, no norm": (
         hopper_state_kernel,

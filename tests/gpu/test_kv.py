@@ -81,14 +81,7 @@ def test_decode_of_a_row_does_not_depend_on_the_batch(state, tokens):
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)], ids=str)
 def test_step_of_a_row_does_not_depend_on_the_batch(state, tokens, heads):
     layer = KV(3, tokens, state=state, **{**SIZE, "HK": heads[0], "HV": heads[1]})
-    together = layer.state.clone(), layer.window.clone()
-    y = layer.step(*together)
-    alone = layer.state.clone(), layer.window.clone()
-    for i in range(layer.N):
-        one = layer.step(*alone, slice(i, i + 1))
-        compare.assert_same_bits(one, y[i : i + 1], f"y of row {i}")
-    for name, one, all_rows in zip(("state", "window"), alone, together, strict=True):
-        compare.assert_same_bits(one, all_rows, name)
+    layer.steps_alone_as_together()
 
 
 @runs

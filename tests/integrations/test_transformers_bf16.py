@@ -16,20 +16,20 @@ pytest.importorskip("transformers")
 
 from tests.models import (
     LAYERS_35B,
+    compiled,
     exact_of,
     natural,
     new_cache,
-    own_cache,
     packing,
     ragged,
     states_of,
+    static,
     stock_model,
     tokens,
     twin_of,
 )
 from tests.rounding import as_good, errors, forced, near_best
 from tests.suite import DEVICE
-from transformers import StaticCache
 
 from sluice import dispatch
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch
@@ -215,12 +215,6 @@ def test_tokens_behind_right_padding_row_27(models):
     as_good(found, alone(models.stock, rows, n), alone(models.exact, rows, n), "tokens")
 
 
-def static(model):
-    if own_cache(model) is not None:
-        pytest.skip("this transformers has no static cache for the model")
-    return StaticCache(config=model.config, max_cache_len=64)
-
-
 def test_a_static_cache(models):
     static(models.ours)
     ids, mask = ragged((20, 13, 5), "left")
@@ -236,15 +230,11 @@ def test_a_static_cache(models):
 def test_compiled_decode_with_a_static_cache(models):
     cache, ids = static(models.ours), tokens(4, 40)
     models.ours(ids[:, :9], past_key_values=cache)
-    compiled = torch.compile(models.ours.forward, backend="aot_eager", fullgraph=True)
+    forward = compiled(models.ours, models.stock)
     found = []
     for t in range(9, 40):
         at = torch.full((4, 1), t, device=DEVICE)
-        try:
-            out = compiled(ids[:, t : t + 1], position_ids=at, past_key_values=cache)
-        except torch._dynamo.exc.Unsupported as reason:
-            pytest.skip(f"this transformers does not compile: {str(reason)[:80]}")
-        found.append(out.logits)
+        found.append(forward(ids[:, t : t + 1], position_ids=at, past_key_values=cache).logits)
     exact, stock = (model(ids, use_cache=False).logits[:, 9:] for model in models[:2])
     as_good(torch.cat(found, dim=1), stock, exact, "decode")
 

@@ -16,17 +16,17 @@ pytest.importorskip("transformers")
 
 from tests.models import (
     close,
+    compiled,
     config,
     new_cache,
-    own_cache,
     ragged,
     randomise,
     states_of,
+    static,
     stock_model,
     tokens,
 )
 from tests.suite import DEVICE
-from transformers import StaticCache
 
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch
 from sluice.testing.compare import assert_same_bits, relative_error
@@ -120,12 +120,6 @@ def test_a_reordered_cache_continues_as_its_rows_do(models):
     close(ours(more, past_key_values=cache).logits, exact, "many tokens behind it")
 
 
-def static(model):
-    if own_cache(model) is not None:
-        pytest.skip("this transformers has no static cache for the model")
-    return StaticCache(config=model.config, max_cache_len=40)
-
-
 def test_a_static_cache(models):
     stock, ours = models
     static(stock)
@@ -152,15 +146,12 @@ def test_compiled_decode_with_a_static_cache_equals_stock(dense, steps):
     stock, ours = dense
     cache, ids = static(stock), tokens(1, 9)
     ours(ids, past_key_values=cache)
-    compiled = torch.compile(ours.forward, backend="aot_eager", fullgraph=True)
+    forward = compiled(ours, stock)
     for t, n in enumerate(steps):
         at = torch.arange(ids.shape[1], ids.shape[1] + n, device=DEVICE).unsqueeze(0)
         new = tokens(1, n, seed=t + 1)
         ids = torch.cat([ids, new], dim=1)
-        try:
-            found = compiled(new, position_ids=at, past_key_values=cache).logits
-        except torch._dynamo.exc.Unsupported as reason:
-            pytest.skip(f"this transformers does not compile: {str(reason)[:80]}")
+        found = forward(new, position_ids=at, past_key_values=cache).logits
         close(found, stock(ids, use_cache=False).logits[:, -n:])
 
 

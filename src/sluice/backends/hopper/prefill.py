@@ -19,7 +19,7 @@ from sluice.contract.problem import DeltaProblem
 from sluice.contract.tensors import DeltaTensors
 
 CHUNK, ROWS = 64, 64
-NUM_BUFFERS = {64: 3, 128: 3}  # chunks whose tiles fit into shared memory, by BLOCK_V
+NUM_BUFFERS = 3  # chunks whose tiles and P fit into shared memory
 WHOLE = portable.WHOLE
 CHUNK_REGISTERS = 128  # of a thread of the parallel half: four programs an SM
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
@@ -195,7 +195,7 @@ def _states(
         K=p.K,
         V=p.V,
         BLOCK_V=plan.BLOCK_V,
-        NUM_BUFFERS=NUM_BUFFERS[plan.BLOCK_V],
+        NUM_BUFFERS=NUM_BUFFERS,
         STATE_KV=p.state_layout == "kv",
         OUTPUT=output,
     )

@@ -99,7 +99,6 @@ def hopper_state_kernel(
 
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
-
     if g2_ptr is not None:
         g2_ptr += head_v.to(gl.int64) * stride_gates_h
     if r_k_ptr is not None:
