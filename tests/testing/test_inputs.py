@@ -1,5 +1,8 @@
 """Recipes for inputs do what their names say."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -129,6 +132,18 @@ def test_nan_empty_is_undone_by_an_error():
     with pytest.raises(RuntimeError, match="inside"), draw.nan_empty():
         raise RuntimeError("inside")
     assert torch.empty is original
+
+
+def test_nan_empty_leaves_the_default_device_alone():
+    """In a fresh process: torch lists what makes tensors when it first needs the list."""
+    code = """
+import torch
+from sluice.testing.inputs import nan_empty
+with nan_empty(), torch.device("meta"):
+    print(torch.empty(2).device)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["meta"]
 
 
 def test_a_dropped_store_shows_under_nan_empty():

@@ -95,6 +95,7 @@ def restore(model: nn.Module) -> nn.Module:
             else:
                 layer.__dict__[name] = stock
             del layer.__dict__[_SHAPE], layer.__dict__[_KEPT]
+            layer.__dict__.pop(_BORDERS, None)
             if hook := layer.__dict__.pop(_HOOK, None):
                 hook.remove()
     return model
@@ -179,7 +180,9 @@ def _forward(
     **kwargs,
 ) -> Tensor:
     """A layer's forward with transformers' signature."""
-    noted = self.__dict__.pop(_BORDERS, None)  # from the layer around this one, where it drops them
+    noted = self.__dict__.get(_BORDERS)  # from the layer around this one, where it drops them
+    if noted is not None:
+        setattr(self, _BORDERS, None)  # for this call alone; Dynamo does not know dict.pop
     borders = _borders(hidden_states, {**noted, **kwargs} if noted else kwargs)
     training = _wants_gradients(self, hidden_states)
     reason = _why_stock(self, cache_params, training and borders is None)

@@ -197,6 +197,8 @@ def nan_empty() -> Iterator[None]:
     ``new_empty_strided``, for the whole process while active; integer tensors are left alone, and
     what a compiler traces.
     """
+    with torch.device("cpu"):  # torch lists its constructors once, and these must be in that list,
+        torch.empty(0)  # or ``with torch.device(...)`` would pass over them from now on
     saved = [(owner, name, owner.__dict__.get(name)) for owner, name in _EMPTY]
     for owner, name in _EMPTY:
         setattr(owner, name, _filled(getattr(owner, name)))
