@@ -1,23 +1,39 @@
-"""What prefill's kernels round, emulated in float64 on a CPU: errors where keys are identical.
+"""What prefill's kernels round, emulated in float64 on a CPU: errors where keys repeat.
 
-    python benchmarks/prefill_rounding.py [--tokens 192] [--decay 0.0]
+    python benchmarks/prefill_rounding.py [--tokens 256] [--decay 0.0]
 
-The chunked form of docs/kernels/chunked.md with each operand of a product rounded as the kernels
-do, or to more bits, beside the recurrence token by token; keys are given normalised in bfloat16,
-beta = 1. A line is one way of rounding: errors of o for eight keys, and the largest of the state.
+The chunked form of docs/kernels/chunked.md with each operand of a product rounded as the kernels do
+in ordinary chunks and in those they mark, and in bfloat16 alone, beside the recurrence token by
+token; keys are given normalised in bfloat16. A line is one kind of keys and one beta (0: random):
+pairs of tokens of the first chunk with a cosine of 0.9 or more, of which 64 mark it, and for each
+way the largest errors of o and of the state over four draws.
 """
 # ruff: noqa: T201
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 BF16, F16 = torch.bfloat16, torch.float16
-C, SIZE = 64, 128
+C, SIZE, BLOCK = 64, 128, 16
+KEYS = (
+    "identical",
+    "cosine 0.97",
+    "cosine 0.9",
+    "cosine 0.85",
+    "cosine 0.5",
+    "every 4",
+    "every 16",
+    "random",
+)
+BETAS = (1.0, 0.9, 0.6, 0.3, 0.0)
 Round = Callable[[Tensor], Tensor]
 
 
@@ -35,46 +51,74 @@ def f16(x: Tensor) -> Tensor:
     return (x / scale).to(F16).double() * scale
 
 
-WAYS: dict[str, tuple[Round, Round, Round]] = {
-    # Ag, W, Vd for the state
-    "as the kernels do": (bf16, bf16, bf16),
-    "Ag and W in float16": (lambda x: x.to(F16).double(), f16, bf16),
-    "Ag as two bfloat16": (two_bf16, bf16, bf16),
-    "and Vd for the state": (two_bf16, bf16, two_bf16),
+def compensated(Ag: Tensor, gc: Tensor) -> Tensor:
+    """Ag in float16, a column's errors in each block of rows taken up by the block's last row."""
+    found = Ag.to(F16).double()
+    for first in range(0, len(Ag), BLOCK):
+        last = min(first + BLOCK, len(Ag)) - 1
+        error = (Ag - found)[first:last] * torch.exp(gc[last] - gc[first:last])[:, None]
+        found[last] = (Ag[last] + error.sum(0)).to(F16).double()
+    return found
+
+
+class Way(NamedTuple):
+    """How beta, Ag, W, and Vd for the state are rounded."""
+
+    beta: Round
+    Ag: Callable[[Tensor, Tensor], Tensor]
+    W: Round
+    Vd: Round
+
+
+WAYS = {
+    "bfloat16": Way(lambda x: x, lambda x, _: bf16(x), bf16, bf16),
+    "ordinary": Way(bf16, lambda x, _: bf16(x), bf16, bf16),
+    "marked": Way(bf16, compensated, f16, two_bf16),
 }
 
 
-def inputs(tokens: int, decay: float, seed: int) -> tuple[Tensor, ...]:
+def inputs(tokens: int, decay: float, kind: str, beta: float, seed: int) -> tuple[Tensor, ...]:
     random = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, SIZE, generator=random) for _ in range(3))
-    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k[:1].expand_as(k)))
+    name, _, number = kind.partition(" ")
+    if name == "identical":
+        k = k[:1].expand_as(k)
+    elif name == "cosine":
+        part = float(number)
+        k = math.sqrt(part) * normalize(k[:1], dim=-1) + math.sqrt(1 - part) * normalize(k, dim=-1)
+    elif name == "every":
+        k = k[torch.arange(tokens) % int(number)]
+    q, k = normalize(q, dim=-1), normalize(k, dim=-1)
     g = -decay * torch.rand(tokens, generator=random).double()
-    return bf16(q), bf16(k), bf16(v), g
+    betas = torch.full((tokens,), beta) if beta else torch.rand(tokens, generator=random)
+    return bf16(q), bf16(k), bf16(v), g, betas.double()
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     S, o = torch.zeros(SIZE, SIZE).double(), []
-    for q_t, k_t, v_t, g_t in zip(q, k, v, g, strict=True):
+    for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, g, beta, strict=True):
         S = S * g_t.exp()
-        S = S + torch.outer(k_t, v_t - k_t @ S)
+        S = S + torch.outer(k_t, beta_t * (v_t - k_t @ S))
         o.append(q_t @ S)
     return torch.stack(o), S
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, way: tuple[Round, Round, Round]
+    way: Way, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    round_a, round_w, round_vd = way
     S, o = torch.zeros(SIZE, SIZE).double(), []
-    for q_c, k_c, v_c, g_c in zip(q.split(C), k.split(C), v.split(C), g.split(C), strict=True):
+    for chunk in zip(*(x.split(C) for x in (q, k, v, g, way.beta(beta))), strict=True):
+        q_c, k_c, v_c, g_c, beta_c = chunk
         gc = g_c.cumsum(0)
         G = torch.exp(gc[:, None] - gc[None, :]).tril()
-        A = torch.linalg.inv(torch.eye(len(gc)).double() + (k_c @ k_c.T).tril(-1))
+        M = (beta_c[:, None] * (k_c @ k_c.T)).tril(-1)
+        A = torch.linalg.inv(torch.eye(len(gc)).double() + M)
         low, past = bf16(S), gc.exp()[:, None]
-        Vd = (round_a(G * A) @ round_w(v_c - past * (k_c @ low))).float().double()
+        Ag = way.Ag(G * A * beta_c, gc)
+        Vd = (Ag @ way.W(v_c - past * (k_c @ low))).float().double()
         P = f16((G * (q_c @ k_c.T)).T).T
         o.append(bf16(past * (q_c @ low) + P @ f16(Vd)))
-        S = gc[-1].exp() * S + k_c.T @ round_vd((gc[-1] - gc).exp()[:, None] * Vd)
+        S = gc[-1].exp() * S + k_c.T @ way.Vd((gc[-1] - gc).exp()[:, None] * Vd)
         S = S.float().double()
     return torch.cat(o), S
 
@@ -85,16 +129,22 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--decay", type=float, default=0.0, help="largest log decay of a token")
     args = parser.parse_args()
-    cases = [inputs(args.tokens, args.decay, seed) for seed in range(8)]
-    exact = [recurrence(*case) for case in cases]
-    for name, way in WAYS.items():
-        found = [chunked(*case, way) for case in cases]
-        o = [error(a[0], b[0]) for a, b in zip(found, exact, strict=True)]
-        state = max(error(a[1], b[1]) for a, b in zip(found, exact, strict=True))
-        print(f"{name:22} o {' '.join(f'{e:.1e}' for e in o)}  state {state:.1e}", flush=True)
+    for kind in KEYS:
+        for beta in BETAS:
+            draws = [inputs(args.tokens, args.decay, kind, beta, seed) for seed in range(4)]
+            exact = [recurrence(*draw) for draw in draws]
+            k = draws[0][1][:C]
+            pairs = int(((k @ k.T).abs() > 0.9).tril(-1).sum())
+            line = f"{kind:12} beta {beta}  pairs {pairs:4} "
+            for name, way in WAYS.items():
+                pairs_of = zip((chunked(way, *draw) for draw in draws), exact, strict=True)
+                errors = [[error(a, b) for a, b in zip(*pair, strict=True)] for pair in pairs_of]
+                o, S = (max(column) for column in zip(*errors, strict=True))
+                line += f"  {name} {o:.1e} {S:.1e}"
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ WHOLE = portable.WHOLE
 CHUNK_REGISTERS = 128  # of a thread of the parallel half: four programs an SM
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
 """Tokens of a segment: what a plan may choose."""
-STATE_TOKENS, ROOM = 512, 0.95
+STATE_TOKENS, ROOM = 512, 0.94
 """A segment's state and transition take as much memory as the values of so many tokens; all of them
 together may take this part of v, so that the workspace stays below 1.5 times v."""
 CHUNK_US = {64: 1.5, 128: 2.5}
@@ -111,6 +111,7 @@ class Parts(NamedTuple):
     a: Tensor  # [.., HV, C]: Ag
     g2: Tensor | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
     r_k: Tensor | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
+    repeats: Tensor  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
 
 
 def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
@@ -121,6 +122,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype)
     g2 = None if t.g is None else empty(p.HV, tokens)
     r_k = empty(p.HK, tokens) if p.normalize_qk else None
+    repeats = empty(p.HK, tokens, dtype=torch.int8)
     _launch(
         hopper_chunks_kernel,
         portable.units_of(p, CHUNK, tail=True) * (p.HK // heads),
@@ -133,6 +135,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
         a_ptr=a,
         g2_ptr=g2,
         r_k_ptr=r_k,
+        repeats_ptr=repeats,
         o_ptr=t.out,
         cu_seqlens_ptr=dense(t.rows.cu_seqlens),
         beta_scale=2.0 if p.neg_eigval else 1.0,
@@ -148,7 +151,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
         V=p.V,
         RAW_BETA=p.raw_gates,
     )
-    return Parts(a, g2, r_k)
+    return Parts(a, g2, r_k, repeats)
 
 
 def _states(
@@ -175,6 +178,7 @@ def _states(
         o_ptr=t.out,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
+        repeats_ptr=parts.repeats,
         joined_ptr=joined,
         state_ptr=t.state,
         slots_ptr=dense(rows.slots),

@@ -6,7 +6,13 @@ four at a time, a warp each,
     A  = (I + M)⁻¹, M = strictLower(diag(beta) K Kᵀ)
     Ag = (G ∘ A) diag(beta)                        G_ij = exp(gc_i - gc_j), i >= j
 
-with gc the cumulative log decay in the chunk (docs/kernels/chunked.md); A: prefill_inverse.
+with gc the cumulative log decay in the chunk (docs/kernels/chunked.md); A: prefill_inverse. Beta is
+rounded to the inputs' type first: so Ag has it as it is, and A is the inverse that belongs to it.
+An error of Ag alone would add up over tokens.
+
+Where keys nearly repeat, that of its other elements would (docs/numerics.md): such a chunk is
+marked, and its Ag kept in float16, whatever 16-bit type the inputs have. So is a chunk that is not
+whole: the serial half takes both by themselves.
 """
 
 # ruff: noqa: RUF005, SIM102 (what a kernel may not say)
@@ -25,12 +31,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.prefill_inverse import (
     along,
+    axis_of,
     block_offsets,
     by_block,
     by_warp,
     invert,
     unmixed,
 )
+from sluice.backends.hopper.prefill_repeats import in_float16, repeating
 from sluice.backends.hopper.prefill_tiles import barrier, unit_span
 
 C_TOKENS = gl.constexpr(64)
@@ -73,7 +81,7 @@ def softplus(x):
 def gather_gates(
     g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, head, heads, count, beta_scale,
     stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R: gl.constexpr, KH: gl.constexpr,
-    RAW_BETA: gl.constexpr,
+    RAW_BETA: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Cumulative log2 decays and betas of four value heads from ``head`` on, a warp a head.
 
@@ -102,6 +110,7 @@ def gather_gates(
         g_smem.store(gl.permute(gl.reshape(g2, [KH, H, 4, 16]), (2, 0, 1, 3)))
     if RAW_BETA:
         beta = gl.where(on, sigmoid(beta) * beta_scale, 0.0)
+    beta = beta.to(dtype).to(gl.float32)
     b_smem.store(gl.permute(gl.reshape(beta, [KH, H, 4, 16]), (2, 0, 1, 3)))
 
 
@@ -148,11 +157,15 @@ def zero_rows(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store_inverse(
-    a_ptr, A, X, g_rows, b_rows, count, heads, quads: gl.constexpr,
-    HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr, DECAY: gl.constexpr,
+    a_ptr, A, X, g_rows, b_rows, repeats, count, heads, quads: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr, DECAY: gl.constexpr, MARKED: gl.constexpr,
 ):  # fmt: skip
-    """Ag of four value heads, block by block of [16, 16], zeros above the diagonal."""
+    """Ag of four value heads, block by block of [16, 16], zeros above the diagonal.
+
+    With MARKED one key head of the program or both have keys that repeat.
+    """
     C: gl.constexpr = C_TOKENS
+    dtype: gl.constexpr = a_ptr.dtype.element_ty
     by_row: gl.constexpr = gl.SliceLayout(3, quads)
     by_column: gl.constexpr = gl.SliceLayout(2, quads)
     kh = along(0, KH, quads, 4)
@@ -160,9 +173,14 @@ def store_inverse(
     row = along(2, 16, quads, 4)
     column = along(3, 16, quads, 4)
     at = row * (HV * C) + (kh * R + h) * C + column
-    zeros = gl.zeros([KH, 4 // KH, 16, 16], a_ptr.dtype.element_ty, quads)
+    zeros = gl.zeros([KH, 4 // KH, 16, 16], dtype, quads)
+    if MARKED:
+        marked = gl.convert_layout(repeats, axis_of(quads, 0, 4))
+        for axis in gl.static_range(1, 4):
+            marked = gl.expand_dims(marked, axis)
     for i in gl.static_range(4):
         on = (row + 16 * i < count) & (h < heads) & (kh < KH) & (column < 16)
+        g_i = row.to(gl.float32)
         if DECAY:
             g_i = gl.expand_dims(g_rows.index(i).load(by_row), 3)
         for j in gl.static_range(4):
@@ -180,7 +198,12 @@ def store_inverse(
                     if i == j:
                         g = gl.where(row >= column, g, 0.0)
                     a = a * gl.exp2(g)
-                gl.store(a_ptr + to, a.to(a_ptr.dtype.element_ty), mask=on)
+                if MARKED:
+                    half = in_float16(a, g_i, row, DECAY).to(gl.int16, bitcast=True)
+                    a = gl.where(marked, half, a.to(dtype).to(gl.int16, bitcast=True))
+                    gl.store(a_ptr + to, a.to(dtype, bitcast=True), mask=on)
+                else:
+                    gl.store(a_ptr + to, a.to(dtype), mask=on)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b", "stride_gates_h"])
@@ -193,6 +216,7 @@ def hopper_chunks_kernel(
     a_ptr,  # [B * T, HV, C]: Ag
     g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths; None without norm
+    repeats_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
     o_ptr,  # [B * T, HV * V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     beta_scale,
@@ -205,7 +229,7 @@ def hopper_chunks_kernel(
     stride_beta_t,
     stride_beta_h,
     stride_o_t,
-    stride_gates_h,  # of g2 and r_k
+    stride_gates_h,  # of g2, r_k and repeats
     HK: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -288,6 +312,7 @@ def hopper_chunks_kernel(
         gather_gates(
             g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, group * (KH * R), R, count,
             beta_scale, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R, KH, RAW_BETA,
+            dtype,
         )  # fmt: skip
         i = gl.expand_dims(gl.arange(0, C, by_row), 1)
         j = gl.expand_dims(gl.arange(0, C, by_column), 0)
@@ -318,6 +343,11 @@ def hopper_chunks_kernel(
             kks = kks + (kk,)
         barrier()
         k_smem._reinterpret(gl.float32, [4, 4, KH, 16, 16], turned).store(by_block(kks))
+        repeats = repeating(kks, r_k_ptr is not None) | (count < C)
+        key_head = group * KH + gl.arange(0, KH, repeats.type.layout)
+        mark_ptr = repeats_ptr + key_head.to(gl.int64) * stride_gates_h + row
+        gl.store(mark_ptr, repeats.to(gl.int8))
+        some = gl.max(repeats.to(gl.int32), axis=0) != 0
 
         for first in range(0, R, H):
             head = group * (KH * R) + first
@@ -328,14 +358,21 @@ def hopper_chunks_kernel(
                     gather_gates(
                         g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, head, heads, count,
                         beta_scale, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R, KH,
-                        RAW_BETA,
+                        RAW_BETA, dtype,
                     )  # fmt: skip
                     barrier()
             if g_ptr is not None:
                 at = head.to(gl.int64) * stride_gates_h + row
                 store_rows(g2_ptr + at, g_smem, count, heads, stride_gates_h, R, KH)
             A = invert(kk_smem, d_smem, b_smem, x_smem, X, b_rows, quads, upright, KH)
-            store_inverse(
-                a_ptr + (tokens * HV + head) * C, A, X, g_rows, b_rows, count, heads, quads, HV, R,
-                KH, g_ptr is not None,
-            )  # fmt: skip
+            target = a_ptr + (tokens * HV + head) * C
+            if some:
+                store_inverse(
+                    target, A, X, g_rows, b_rows, repeats, count, heads, quads, HV, R, KH,
+                    g_ptr is not None, True,
+                )  # fmt: skip
+            else:
+                store_inverse(
+                    target, A, X, g_rows, b_rows, repeats, count, heads, quads, HV, R, KH,
+                    g_ptr is not None, False,
+                )  # fmt: skip

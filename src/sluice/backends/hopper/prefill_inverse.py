@@ -70,13 +70,19 @@ def along(axis: gl.constexpr, size: gl.constexpr, layout: gl.constexpr, rank: gl
 
 
 @gluon.jit
+def side_by_side(X):
+    """One or two [64, 64] as [64, 64, 1 or 2]."""
+    if len(X) == 1:
+        return gl.reshape(X[0], [64, 64, 1])
+    else:
+        return gl.join(X[0], X[1])
+
+
+@gluon.jit
 def by_block(X):
     """One or two [C, C] as [4, 4, 1 or 2, 16, 16]."""
-    if len(X) == 1:
-        return gl.permute(gl.reshape(X[0], [4, 16, 4, 16, 1]), (0, 2, 4, 1, 3))
-    else:
-        x = gl.reshape(gl.join(X[0], X[1]), [4, 16, 4, 16, 2])
-        return gl.permute(x, (0, 2, 4, 1, 3))
+    x = gl.reshape(side_by_side(X), [4, 16, 4, 16, len(X)])
+    return gl.permute(x, (0, 2, 4, 1, 3))
 
 
 @gluon.jit

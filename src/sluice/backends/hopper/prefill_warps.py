@@ -6,6 +6,7 @@ work on the next chunk's first product.
 
 P and Vd meet in float16, each with powers of two: P by token (prefill_maker.py), Vd by value
 column, made here. In bfloat16 their sum would lose two bits where keys repeat (docs/numerics.md).
+Chunks that are marked for it are taken by themselves, with more bits: ``exact_chunk``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ def scaled(vd, left_c: gl.constexpr):
 
 
 @gluon.jit
+def ordinary(repeats_ptr, chunks):
+    """How many chunks from this one on are not marked, up to 256."""
+    every: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])  # the same in each warp
+    number = gl.arange(0, 256, every)
+    on = number < chunks
+    mark = gl.load(repeats_ptr + number * C_TOKENS, mask=on, other=1)
+    return gl.min(gl.where(mark != 0, number, 256), axis=0)
+
+
+@gluon.jit
 def store_rows(o_ptr, o, row, count, stride_o_t, acc_c: gl.constexpr):
     """Store the first ``count`` columns of Oᵀ [64, C] as tokens from ``row`` on."""
     offs_c = gl.arange(0, C_TOKENS, gl.SliceLayout(0, acc_c))
@@ -67,7 +78,7 @@ def consume(
     (
         kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, turn, o_desc,
         o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
-        live, row, tokens, column_v, first_row, values, stride_o_t,
+        live, row, tokens, column_v, first_row, values, stride_o_t, repeats_ptr,
     ) = work  # fmt: skip
     C: gl.constexpr = C_TOKENS
     dtype: gl.constexpr = kq_bufs.dtype
@@ -105,103 +116,118 @@ def consume(
             own = gl.expand_dims(rows, 1) == gl.expand_dims(columns, 0)
             s = own.to(gl.float32) * (1 - values).to(gl.float32)
 
-        chunks = tokens // C
-        first_left = gl.convert_layout(s, left_c).to(dtype)
-        mbarrier.wait(ready.index(0), 0, pred=chunks > 0)
-        u = warpgroup_mma(first_left, kq_bufs.index(0).permute((1, 0)), start, use_acc=False)
-        v = v_bufs.index(HALF).permute((1, 0)).load(acc_c).to(gl.float32)
-        if not OUTPUT:
-            v = gl.where(given, v, 0.0)
-        mbarrier.wait(made.index(0), 0, pred=chunks > 0)
-        decay = past.index(0).load(by_token)
+        chunks = gl.cdiv(tokens, C)
+        chunk = 0
+        turns = 0
         stage = 0
         phase = 0
-        for chunk in range(chunks):
-            if HALVES == 2:  # in turns: one computes where the other has the tensor cores
-                mbarrier.wait(turn.index(HALF), (chunk + 1 - HALF) % 2, pred=chunk >= 1 - HALF)
-            if OUTPUT:
-                u, o = halves(u, acc_c)
-            w = v - u * gl.expand_dims(decay, 0)
-            w_left = gl.convert_layout(w, left_c).to(dtype)
-            a_smem = a_bufs.index(stage).permute((1, 0))
-            vd = warpgroup_mma(w_left, a_smem, none, use_acc=False, is_async=True)
-            s = s * gl.expand_dims(whole.index(stage).load(gl.SliceLayout(1, acc_k)), 1)
-            end = gl.expand_dims(to_end.index(stage).load(by_token), 0)
-            next_stage = stage + 1
-            if next_stage == NUM_BUFFERS:
-                next_stage = 0
-                phase = phase ^ 1
-            vd = warpgroup_mma_wait(0, deps=[vd])
-            vd_k = gl.convert_layout(vd * end, left_k).to(dtype)
-            k_smem = kq_bufs.index(stage).slice(0, C, 0)
-            # alone a warpgroup has registers for the output's product behind the state's, which
-            # the chain waits for; of two each makes the output first and is rid of it
-            if HALVES == 1:
-                s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
-            if OUTPUT:
-                vd_left, up, down = scaled(vd, left_c)
-                o = o * gl.expand_dims(read.index(stage).load(by_token), 0) * up
-                p_smem = p_bufs.index(stage).permute((1, 0))
-                o = warpgroup_mma(vd_left, p_smem, o, is_async=True)
-            if HALVES == 2:
-                s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
-                mbarrier.arrive(turn.index(1 - HALF), count=1)
-                if OUTPUT:
-                    o = warpgroup_mma_wait(1, deps=[o])
-                    o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
-                    tma.store_wait(0)
-                    o_bufs.index(HALF).permute((1, 0)).store(o.to(dtype))
-                    fence_async_shared()
-                s = warpgroup_mma_wait(0, deps=[s])
-            elif OUTPUT:
-                s = warpgroup_mma_wait(1, deps=[s])
-            else:
-                s = warpgroup_mma_wait(0, deps=[s])
-            # rounded anew in every chunk: carried along, 16-bit pairs would be taken apart
-            next_left = gl.convert_layout(s, left_c).to(dtype)
-            mbarrier.wait(ready.index(next_stage), phase, pred=chunk + 1 < chunks)
-            next_keys = kq_bufs.index(next_stage).permute((1, 0))
-            u = warpgroup_mma(next_left, next_keys, start, use_acc=False, is_async=True)
-            # while the tensor cores are at it: the output, the next chunk's gates and values
-            if OUTPUT and HALVES == 1:
-                o = warpgroup_mma_wait(1, deps=[o])
-                o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
-                tma.store_wait(0)
-                o_bufs.index(HALF).permute((1, 0)).store(o.to(dtype))
-                fence_async_shared()
-            barrier()
-            mbarrier.arrive(free.index(stage), count=1)
-            if OUTPUT:
-                tma.async_copy_shared_to_global(
-                    o_desc, [row + chunk * C, column_v], o_bufs.index(HALF)
-                )
-            v = v_bufs.index(next_stage * HALVES + HALF).permute((1, 0)).load(acc_c)
-            v = v.to(gl.float32)
-            if not OUTPUT:
-                v = gl.where(given, v, 0.0)
-            mbarrier.wait(made.index(next_stage), phase, pred=chunk + 1 < chunks)
-            decay = past.index(next_stage).load(by_token)
-            stage = next_stage
-            u = warpgroup_mma_wait(0, deps=[u])
-        if OUTPUT:
-            tma.store_wait(0)
-
-        rest = tokens - chunks * C
-        if rest > 0:
+        while chunk < chunks:
+            run = ordinary(repeats_ptr + row + chunk * C, chunks - chunk)
             mbarrier.wait(ready.index(stage), phase)
             mbarrier.wait(made.index(stage), phase)
-            s, o = last_chunk(
-                s, kq_bufs.index(stage), v_bufs.index(stage * HALVES + HALF), a_bufs.index(stage),
-                p_bufs.index(stage), factors, stage, start, acc_c, left_c, left_k, OUTPUT,
-            )  # fmt: skip
-            if OUTPUT:
-                first = row + chunks * C
-                store_rows(o_ptr + column_v, o.to(dtype), first, rest, stride_o_t, acc_c)
+            if run == 0:
+                s, o = exact_chunk(
+                    s, kq_bufs.index(stage), v_bufs.index(stage * HALVES + HALF),
+                    a_bufs.index(stage), p_bufs.index(stage), factors, stage, start, given,
+                    acc_c, left_c, left_k, OUTPUT,
+                )  # fmt: skip
+                barrier()
+                mbarrier.arrive(free.index(stage), count=1)
+                if OUTPUT:
+                    first = row + chunk * C
+                    left = tokens - chunk * C
+                    store_rows(o_ptr + column_v, o.to(dtype), first, left, stride_o_t, acc_c)
+                chunk += 1
+                stage += 1
+                if stage == NUM_BUFFERS:
+                    stage = 0
+                    phase = phase ^ 1
+            else:
+                first_left = gl.convert_layout(s, left_c).to(dtype)
+                keys = kq_bufs.index(stage).permute((1, 0))
+                u = warpgroup_mma(first_left, keys, start, use_acc=False)
+                v = v_bufs.index(stage * HALVES + HALF).permute((1, 0)).load(acc_c).to(gl.float32)
+                if not OUTPUT:
+                    v = gl.where(given, v, 0.0)
+                decay = past.index(stage).load(by_token)
+                for i in range(run):
+                    if HALVES == 2:  # in turns: one computes where the other has the tensor cores
+                        mine = turn.index(HALF)
+                        number = turns + i
+                        mbarrier.wait(mine, (number + 1 - HALF) % 2, pred=number >= 1 - HALF)
+                    if OUTPUT:
+                        u, o = halves(u, acc_c)
+                    w = v - u * gl.expand_dims(decay, 0)
+                    w_left = gl.convert_layout(w, left_c).to(dtype)
+                    a_smem = a_bufs.index(stage).permute((1, 0))
+                    vd = warpgroup_mma(w_left, a_smem, none, use_acc=False, is_async=True)
+                    s = s * gl.expand_dims(whole.index(stage).load(gl.SliceLayout(1, acc_k)), 1)
+                    end = gl.expand_dims(to_end.index(stage).load(by_token), 0)
+                    next_stage = stage + 1
+                    if next_stage == NUM_BUFFERS:
+                        next_stage = 0
+                        phase = phase ^ 1
+                    vd = warpgroup_mma_wait(0, deps=[vd])
+                    vd_k = gl.convert_layout(vd * end, left_k).to(dtype)
+                    k_smem = kq_bufs.index(stage).slice(0, C, 0)
+                    # alone a warpgroup has registers for the output's product behind the state's,
+                    # which the chain waits for; of two each makes the output first and is rid of it
+                    if HALVES == 1:
+                        s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
+                    if OUTPUT:
+                        vd_left, up, down = scaled(vd, left_c)
+                        o = o * gl.expand_dims(read.index(stage).load(by_token), 0) * up
+                        p_smem = p_bufs.index(stage).permute((1, 0))
+                        o = warpgroup_mma(vd_left, p_smem, o, is_async=True)
+                    if HALVES == 2:
+                        s = warpgroup_mma(vd_k, k_smem, s, is_async=True)
+                        mbarrier.arrive(turn.index(1 - HALF), count=1)
+                        if OUTPUT:
+                            o = warpgroup_mma_wait(1, deps=[o])
+                            o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
+                            tma.store_wait(0)
+                            o_bufs.index(HALF).permute((1, 0)).store(o.to(dtype))
+                            fence_async_shared()
+                        s = warpgroup_mma_wait(0, deps=[s])
+                    elif OUTPUT:
+                        s = warpgroup_mma_wait(1, deps=[s])
+                    else:
+                        s = warpgroup_mma_wait(0, deps=[s])
+                    # rounded anew in every chunk: carried along, 16-bit pairs would be taken apart
+                    next_left = gl.convert_layout(s, left_c).to(dtype)
+                    mbarrier.wait(ready.index(next_stage), phase, pred=i + 1 < run)
+                    next_keys = kq_bufs.index(next_stage).permute((1, 0))
+                    u = warpgroup_mma(next_left, next_keys, start, use_acc=False, is_async=True)
+                    # while the tensor cores are at it: the output, the next chunk's gates, values
+                    if OUTPUT and HALVES == 1:
+                        o = warpgroup_mma_wait(1, deps=[o])
+                        o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
+                        tma.store_wait(0)
+                        o_bufs.index(HALF).permute((1, 0)).store(o.to(dtype))
+                        fence_async_shared()
+                    barrier()
+                    mbarrier.arrive(free.index(stage), count=1)
+                    if OUTPUT:
+                        tma.async_copy_shared_to_global(
+                            o_desc, [row + (chunk + i) * C, column_v], o_bufs.index(HALF)
+                        )
+                    v = v_bufs.index(next_stage * HALVES + HALF).permute((1, 0)).load(acc_c)
+                    v = v.to(gl.float32)
+                    if not OUTPUT:
+                        v = gl.where(given, v, 0.0)
+                    mbarrier.wait(made.index(next_stage), phase, pred=i + 1 < run)
+                    decay = past.index(next_stage).load(by_token)
+                    stage = next_stage
+                    u = warpgroup_mma_wait(0, deps=[u])
+                chunk += run
+                turns += run
+        if OUTPUT:
+            tma.store_wait(0)
 
         if keep:
             # made anew, with a zero the compiler cannot see: kept through the loop the offsets
             # would fill half the registers
-            zero = gl.minimum(rest, 0)
+            zero = gl.minimum(tokens, 0)
             if OUTPUT:
                 at = state_offsets(first_row + zero, acc_k, ROWS, K, V, STATE_KV)
             else:
@@ -210,32 +236,41 @@ def consume(
 
 
 @gluon.jit
-def last_chunk(
-    s, kq_smem, v_smem, a_smem, p_smem, factors, stage, start,
+def exact_chunk(
+    s, kq_smem, v_smem, a_smem, p_smem, factors, stage, start, given,
     acc_c: gl.constexpr, left_c: gl.constexpr, left_k: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """One chunk by itself: the state behind it and Oᵀ [64, C]."""
+    """A marked chunk: the state behind it and Oᵀ [64, C].
+
+    Ag's bits are float16's, times 2⁸; W meets it in float16, and the state takes Vd as two terms.
+    """
     C: gl.constexpr = C_TOKENS
     dtype: gl.constexpr = kq_smem.dtype
     by_token: gl.constexpr = gl.SliceLayout(0, acc_c)
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
     past, to_end, read, lift, whole = factors
-    none = gl.zeros([ROWS, C], gl.float32, acc_c)
     s_left = gl.convert_layout(s, left_c).to(dtype)
     u = warpgroup_mma(s_left, kq_smem.permute((1, 0)), start, use_acc=False)
-    o = none
+    o = u
     if OUTPUT:
         u, o = halves(u, acc_c)
     v = v_smem.permute((1, 0)).load(acc_c).to(gl.float32)
+    if not OUTPUT:
+        v = gl.where(given, v, 0.0)
     w = v - u * gl.expand_dims(past.index(stage).load(by_token), 0)
-    w_left = gl.convert_layout(w, left_c).to(dtype)
-    vd = warpgroup_mma(w_left, a_smem.permute((1, 0)), none, use_acc=False)
+    w_left, _, down = scaled(w, left_c)
+    a_half = a_smem._reinterpret(gl.float16, [C, C], half).permute((1, 0))
+    none = gl.zeros([ROWS, C], gl.float32, acc_c)
+    vd = warpgroup_mma(w_left, a_half, none, use_acc=False) * (down / 256.0)
     if OUTPUT:
         vd_left, up, down = scaled(vd, left_c)
         o = o * gl.expand_dims(read.index(stage).load(by_token), 0) * up
         o = warpgroup_mma(vd_left, p_smem.permute((1, 0)), o)
         o = o * gl.expand_dims(lift.index(stage).load(by_token), 0) * down
-    end = gl.expand_dims(to_end.index(stage).load(by_token), 0)
-    vd_k = gl.convert_layout(vd * end, left_k).to(dtype)
+    vd = vd * gl.expand_dims(to_end.index(stage).load(by_token), 0)
     s = s * gl.expand_dims(whole.index(stage).load(gl.SliceLayout(1, s.type.layout)), 1)
-    s = warpgroup_mma(vd_k, kq_smem.slice(0, C, 0), s)
+    k_smem = kq_smem.slice(0, C, 0)
+    rest = vd - vd.to(dtype).to(gl.float32)
+    s = warpgroup_mma(gl.convert_layout(rest, left_k).to(dtype), k_smem, s)
+    s = warpgroup_mma(gl.convert_layout(vd, left_k).to(dtype), k_smem, s)
     return s, o
