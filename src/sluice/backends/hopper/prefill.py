@@ -111,7 +111,7 @@ class Parts(NamedTuple):
     a: Tensor  # [.., HV, C]: Ag
     g2: Tensor | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
     r_k: Tensor | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
-    repeats: Tensor  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
+    hard: Tensor  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
 
 
 def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
@@ -122,7 +122,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype)
     g2 = None if t.g is None else empty(p.HV, tokens)
     r_k = empty(p.HK, tokens) if p.normalize_qk else None
-    repeats = empty(p.HK, tokens, dtype=torch.int8)
+    hard = empty(p.HK, tokens, dtype=torch.int8)
     _launch(
         hopper_chunks_kernel,
         portable.units_of(p, CHUNK, tail=True) * (p.HK // heads),
@@ -135,7 +135,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
         a_ptr=a,
         g2_ptr=g2,
         r_k_ptr=r_k,
-        repeats_ptr=repeats,
+        hard_ptr=hard,
         o_ptr=t.out,
         cu_seqlens_ptr=dense(t.rows.cu_seqlens),
         beta_scale=2.0 if p.neg_eigval else 1.0,
@@ -151,7 +151,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
         V=p.V,
         RAW_BETA=p.raw_gates,
     )
-    return Parts(a, g2, r_k, repeats)
+    return Parts(a, g2, r_k, hard)
 
 
 def _states(
@@ -178,7 +178,7 @@ def _states(
         o_ptr=t.out,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
-        repeats_ptr=parts.repeats,
+        hard_ptr=parts.hard,
         joined_ptr=joined,
         state_ptr=t.state,
         slots_ptr=dense(rows.slots),

@@ -11,8 +11,8 @@ rounded to the inputs' type first: so Ag has it as it is, and A is the inverse t
 An error of Ag alone would add up over tokens.
 
 Where keys nearly repeat, that of its other elements would (docs/numerics.md): such a chunk is
-marked, and its Ag kept in float16, whatever 16-bit type the inputs have. So is a chunk that is not
-whole: the serial half takes both by themselves.
+called hard, and its Ag kept in float16, whatever 16-bit type the inputs have. So is that of a chunk
+that is not whole: the serial half takes both by themselves.
 """
 
 # ruff: noqa: RUF005, SIM102 (what a kernel may not say)
@@ -38,7 +38,7 @@ from sluice.backends.hopper.prefill_inverse import (
     invert,
     unmixed,
 )
-from sluice.backends.hopper.prefill_repeats import in_float16, repeating
+from sluice.backends.hopper.prefill_hard import in_float16, repeating
 from sluice.backends.hopper.prefill_tiles import barrier, unit_span
 
 C_TOKENS = gl.constexpr(64)
@@ -157,12 +157,12 @@ def zero_rows(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store_inverse(
-    a_ptr, A, X, g_rows, b_rows, repeats, count, heads, quads: gl.constexpr,
-    HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr, DECAY: gl.constexpr, MARKED: gl.constexpr,
+    a_ptr, A, X, g_rows, b_rows, hard, count, heads, quads: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr, DECAY: gl.constexpr, HARD: gl.constexpr,
 ):  # fmt: skip
     """Ag of four value heads, block by block of [16, 16], zeros above the diagonal.
 
-    With MARKED one key head of the program or both have keys that repeat.
+    With HARD one key head of the program or both have keys that repeat.
     """
     C: gl.constexpr = C_TOKENS
     dtype: gl.constexpr = a_ptr.dtype.element_ty
@@ -174,10 +174,10 @@ def store_inverse(
     column = along(3, 16, quads, 4)
     at = row * (HV * C) + (kh * R + h) * C + column
     zeros = gl.zeros([KH, 4 // KH, 16, 16], dtype, quads)
-    if MARKED:
-        marked = gl.convert_layout(repeats, axis_of(quads, 0, 4))
+    if HARD:
+        own = gl.convert_layout(hard, axis_of(quads, 0, 4))
         for axis in gl.static_range(1, 4):
-            marked = gl.expand_dims(marked, axis)
+            own = gl.expand_dims(own, axis)
     for i in gl.static_range(4):
         on = (row + 16 * i < count) & (h < heads) & (kh < KH) & (column < 16)
         g_i = row.to(gl.float32)
@@ -198,9 +198,9 @@ def store_inverse(
                     if i == j:
                         g = gl.where(row >= column, g, 0.0)
                     a = a * gl.exp2(g)
-                if MARKED:
+                if HARD:
                     half = in_float16(a, g_i, row, DECAY).to(gl.int16, bitcast=True)
-                    a = gl.where(marked, half, a.to(dtype).to(gl.int16, bitcast=True))
+                    a = gl.where(own, half, a.to(dtype).to(gl.int16, bitcast=True))
                     gl.store(a_ptr + to, a.to(dtype, bitcast=True), mask=on)
                 else:
                     gl.store(a_ptr + to, a.to(dtype), mask=on)
@@ -216,7 +216,7 @@ def hopper_chunks_kernel(
     a_ptr,  # [B * T, HV, C]: Ag
     g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths; None without norm
-    repeats_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
+    hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
     o_ptr,  # [B * T, HV * V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     beta_scale,
@@ -229,7 +229,7 @@ def hopper_chunks_kernel(
     stride_beta_t,
     stride_beta_h,
     stride_o_t,
-    stride_gates_h,  # of g2, r_k and repeats
+    stride_gates_h,  # of g2, r_k and hard
     HK: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -343,11 +343,11 @@ def hopper_chunks_kernel(
             kks = kks + (kk,)
         barrier()
         k_smem._reinterpret(gl.float32, [4, 4, KH, 16, 16], turned).store(by_block(kks))
-        repeats = repeating(kks, r_k_ptr is not None) | (count < C)
-        key_head = group * KH + gl.arange(0, KH, repeats.type.layout)
-        mark_ptr = repeats_ptr + key_head.to(gl.int64) * stride_gates_h + row
-        gl.store(mark_ptr, repeats.to(gl.int8))
-        some = gl.max(repeats.to(gl.int32), axis=0) != 0
+        hard = repeating(kks, r_k_ptr is not None) | (count < C)
+        key_head = group * KH + gl.arange(0, KH, hard.type.layout)
+        mark_ptr = hard_ptr + key_head.to(gl.int64) * stride_gates_h + row
+        gl.store(mark_ptr, hard.to(gl.int8))
+        some = gl.max(hard.to(gl.int32), axis=0) != 0
 
         for first in range(0, R, H):
             head = group * (KH * R) + first
@@ -368,11 +368,11 @@ def hopper_chunks_kernel(
             target = a_ptr + (tokens * HV + head) * C
             if some:
                 store_inverse(
-                    target, A, X, g_rows, b_rows, repeats, count, heads, quads, HV, R, KH,
+                    target, A, X, g_rows, b_rows, hard, count, heads, quads, HV, R, KH,
                     g_ptr is not None, True,
                 )  # fmt: skip
             else:
                 store_inverse(
-                    target, A, X, g_rows, b_rows, repeats, count, heads, quads, HV, R, KH,
+                    target, A, X, g_rows, b_rows, hard, count, heads, quads, HV, R, KH,
                     g_ptr is not None, False,
                 )  # fmt: skip

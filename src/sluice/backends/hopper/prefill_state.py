@@ -41,7 +41,7 @@ def hopper_state_kernel(
     o_ptr,  # the same
     g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths; None without norm
-    repeats_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
+    hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
     joined_ptr,  # [units, HV, K, V + K] float32: S_zero | M without OUTPUT, else states; None
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     slots_ptr,  # [N]; None: row i is sequence i
@@ -54,7 +54,7 @@ def hopper_state_kernel(
     pad_slot,
     segment_size,
     stride_o_t,
-    stride_gates_h,  # of g2, r_k and repeats
+    stride_gates_h,  # of g2, r_k and hard
     stride_state_p,
     HQ: gl.constexpr,
     HK: gl.constexpr,
@@ -104,7 +104,7 @@ def hopper_state_kernel(
         g2_ptr += head_v.to(gl.int64) * stride_gates_h
     if r_k_ptr is not None:
         r_k_ptr += head_k.to(gl.int64) * stride_gates_h
-    repeats_ptr += head_k.to(gl.int64) * stride_gates_h
+    hard_ptr += head_k.to(gl.int64) * stride_gates_h
 
     dtype: gl.constexpr = k_desc.dtype
     # K above Q: one product of the state with both
@@ -172,7 +172,7 @@ def hopper_state_kernel(
     work = (
         kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, turn, o_desc,
         o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
-        live, row, tokens, column_v, first_row, values, stride_o_t, repeats_ptr,
+        live, row, tokens, column_v, first_row, values, stride_o_t, hard_ptr,
     )  # fmt: skip
     # constants stay constants only where they stand in the call
     if HALVES == 1:

@@ -6,7 +6,7 @@ work on the next chunk's first product.
 
 P and Vd meet in float16, each with powers of two: P by token (prefill_maker.py), Vd by value
 column, made here. In bfloat16 their sum would lose two bits where keys repeat (docs/numerics.md).
-Chunks that are marked for it are taken by themselves, with more bits: ``exact_chunk``.
+Hard chunks, whose keys nearly repeat, are taken by themselves, with more bits: ``hard_chunk``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def scaled(vd, left_c: gl.constexpr):
 
 
 @gluon.jit
-def ordinary(repeats_ptr, chunks):
-    """How many chunks from this one on are not marked, up to 256."""
+def ordinary(hard_ptr, chunks):
+    """How many chunks from this one on are not hard, up to 256."""
     every: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])  # the same in each warp
     number = gl.arange(0, 256, every)
     on = number < chunks
-    mark = gl.load(repeats_ptr + number * C_TOKENS, mask=on, other=1)
+    mark = gl.load(hard_ptr + number * C_TOKENS, mask=on, other=1)
     return gl.min(gl.where(mark != 0, number, 256), axis=0)
 
 
@@ -78,7 +78,7 @@ def consume(
     (
         kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, turn, o_desc,
         o_ptr, source_ptr, known, joined_ptr, split, target_ptr, keep,
-        live, row, tokens, column_v, first_row, values, stride_o_t, repeats_ptr,
+        live, row, tokens, column_v, first_row, values, stride_o_t, hard_ptr,
     ) = work  # fmt: skip
     C: gl.constexpr = C_TOKENS
     dtype: gl.constexpr = kq_bufs.dtype
@@ -122,11 +122,11 @@ def consume(
         stage = 0
         phase = 0
         while chunk < chunks:
-            run = ordinary(repeats_ptr + row + chunk * C, chunks - chunk)
+            run = ordinary(hard_ptr + row + chunk * C, chunks - chunk)
             mbarrier.wait(ready.index(stage), phase)
             mbarrier.wait(made.index(stage), phase)
             if run == 0:
-                s, o = exact_chunk(
+                s, o = hard_chunk(
                     s, kq_bufs.index(stage), v_bufs.index(stage * HALVES + HALF),
                     a_bufs.index(stage), p_bufs.index(stage), factors, stage, start, given,
                     acc_c, left_c, left_k, OUTPUT,
@@ -236,11 +236,11 @@ def consume(
 
 
 @gluon.jit
-def exact_chunk(
+def hard_chunk(
     s, kq_smem, v_smem, a_smem, p_smem, factors, stage, start, given,
     acc_c: gl.constexpr, left_c: gl.constexpr, left_k: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """A marked chunk: the state behind it and Oᵀ [64, C].
+    """A hard chunk: the state behind it and Oᵀ [64, C].
 
     Ag's bits are float16's, times 2⁸; W meets it in float16, and the state takes Vd as two terms.
     """
