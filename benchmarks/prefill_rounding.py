@@ -5,8 +5,8 @@
 The chunked form of docs/kernels/chunked.md with each operand of a product rounded as the kernels do
 in ordinary chunks and in hard ones, and in bfloat16 alone, beside the recurrence token by
 token; keys are given normalised in bfloat16. A line is one kind of keys and one beta (0: random):
-pairs of tokens of the first chunk with a cosine of 0.9 or more, of which 64 make it hard, and for each
-way the largest errors of o and of the state over four draws.
+pairs of tokens of the first chunk with a cosine of 0.9 or more, of which 64 make it hard, and for
+each way the largest errors of o and of the state over four draws.
 """
 # ruff: noqa: T201
 

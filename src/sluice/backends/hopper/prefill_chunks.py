@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sluice.backends.hopper.prefill_hard import in_float16, repeating
 from sluice.backends.hopper.prefill_inverse import (
     along,
     axis_of,
@@ -38,7 +39,6 @@ from sluice.backends.hopper.prefill_inverse import (
     invert,
     unmixed,
 )
-from sluice.backends.hopper.prefill_hard import in_float16, repeating
 from sluice.backends.hopper.prefill_tiles import barrier, unit_span
 
 C_TOKENS = gl.constexpr(64)
