@@ -7,6 +7,7 @@ token, empty and packed rows, unknown states and discarded rows meet them.
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,3 +41,39 @@ def test_a_cut_sequence_matches_the_oracle(backend, segment, name, monkeypatch):
     inputs = case.inputs(torch.float16, DEVICE)
     expected = case.expected(inputs)
     case.check(run_or_skip(case, inputs, backend), expected)
+
+
+def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> SimpleNamespace:
+    """What Triton's plan looks at, for a packed call of N sequences of equal length."""
+    return SimpleNamespace(
+        N=N, T=N * tokens, HO=HV, HV=HV, K=128, V=128, varlen=True, dtype=torch.bfloat16,
+        device=torch.device("cpu"), batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("HV", [4, 8, 32, 64])
+@pytest.mark.parametrize("N", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [64, 2048, 8192, 131072])
+def test_a_plan_of_triton_splits_into_whole_chunks_or_not_at_all(tokens, N, HV):
+    """Segments are whole chunks, long enough for the workspace's promise."""
+    from sluice.backends.triton import prefill
+
+    plan = prefill.plan(problem(N, tokens, HV), 132)
+    assert plan.segment % prefill.CHUNK == 0
+    if plan.segment:
+        assert plan.segment < tokens
+        workspace = (tokens * N // plan.segment + N) * prefill.STATE_TOKENS
+        assert workspace <= prefill.ROOM * tokens * N, "all in all 1.5 times v"
+    assert prefill.plan(problem(N, tokens, HV, batch_invariant=True), 132).segment == 0
+
+
+def test_a_plan_of_triton_follows_from_its_model(monkeypatch):
+    """Eight heads leave most of 132 SMs idle; 8 x 64 heads fill them, with wide programs."""
+    from sluice.backends.triton import prefill
+
+    monkeypatch.setattr(prefill, "_has_wgmma", lambda device: True)
+    assert prefill.plan(problem(1, 32768, 8), 132).segment > 0
+    assert prefill.plan(problem(1, 1024, 64), 132) == prefill.Plan(0, 64, 8, prefill.STAGES)
+    assert prefill.plan(problem(8, 4096, 64), 132) == prefill.Plan(0, 128, 8, prefill.STAGES)
+    alone = prefill.plan(problem(1, 512, 4, batch_invariant=True), 132)
+    assert alone == prefill.plan(problem(8, 4096, 64, batch_invariant=True), 132)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 
 import sluice
 from sluice.backends.triton import interpreted, prefill
-from tests.gpu.cross import TARGETS, Launch, captured, compile_for, resources
+from tests.gpu.cross import TARGETS, Launch, captured, compile_for, resources, sass
 
 pytestmark = [
     pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
@@ -20,18 +21,33 @@ pytestmark = [
 ]
 
 HEADS, K = (2, 4), 128
-SPLIT = prefill.Plan(2048, 32, 4, 3)
-NARROW = prefill.Plan(0, 16, 4, 3)
-FULL = prefill.Plan(0, 32, 4, 2)
-SPILLS = {"prefill_inverse_kernel": 160, "prefill_state_kernel": 160, "prefill_key_kernel": 288}
+PLANS = {
+    "sm_90": {"narrow": prefill.Plan(0, 64, 8, 3), "split": prefill.Plan(1216, 128, 8, 3)},
+    "gfx942": {"narrow": prefill.Plan(0, 32, 4, 1), "split": prefill.Plan(1216, 32, 4, 1)},
+}
+SPILLS = {
+    "prefill_inverse_kernel": 160,
+    "prefill_state_kernel": 608,
+    "prefill_segments_kernel": 48,
+    "prefill_key_kernel": 288,
+}
+SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 720}
+"""Bytes of stack a thread. The serial kernels' are used between two loops, mostly (see below); keys
+of 256 are twice what the registers are meant for."""
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """Shared memory of a program, kB."""
 
 
-def call(rule: str = "gated_delta", per_key: bool = False, raw: bool = False, K: int = K) -> Any:
+def call(
+    rule: str = "gated_delta",
+    per_key: bool = False,
+    raw: bool = False,
+    K: int = K,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
     """A prefill of 2,048 tokens."""
     HK, HV = HEADS
-    tokens = functools.partial(torch.zeros, 1, 2048, dtype=torch.bfloat16)
+    tokens = functools.partial(torch.zeros, 1, 2048, dtype=dtype)
     gates = (HV, K) if per_key else (HV,)
     options: dict[str, Any] = {"state": torch.zeros(1, HV, K, K)}
     if "gated" in rule:
@@ -44,10 +60,10 @@ def call(rule: str = "gated_delta", per_key: bool = False, raw: bool = False, K:
 
 
 CALLS = {
-    "narrow": (NARROW, functools.partial(call, raw=True)),
-    "full": (FULL, functools.partial(call, raw=True)),
-    "split": (SPLIT, call),
-    "split, no beta": (SPLIT, functools.partial(call, "gated")),
+    "narrow": ("narrow", functools.partial(call, raw=True)),
+    "split": ("split", call),
+    "split, float16": ("split", functools.partial(call, dtype=torch.float16)),
+    "split, no beta": ("split", functools.partial(call, "gated")),
     "keys of 256": (None, functools.partial(call, raw=True, K=256)),
     "per key": (None, functools.partial(call, per_key=True)),
     "per key, raw": (None, functools.partial(call, per_key=True, raw=True)),
@@ -56,9 +72,9 @@ CALLS = {
 
 
 def launches(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    plan, made = CALLS[name]
-    if plan is not None:
-        plan = plan._replace(stages=1) if target == "gfx942" else plan
+    cut, made = CALLS[name]
+    if cut is not None:
+        plan = PLANS[target][cut]
         monkeypatch.setattr(prefill, "plan", lambda p, processors: plan)
     return captured(made)
 
@@ -71,5 +87,37 @@ def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
         monkeypatch.setattr(prefill, "STAGES", 1)
     for launch in launches(name, target, monkeypatch):
         used = resources(compile_for(launch, TARGETS[target]))
-        assert used.spills <= SPILLS.get(launch.name, 32), f"{launch.name}: {used}"
+        allowed = SPILLS | (SPILLS_256 if name == "keys of 256" else {})
+        assert used.spills <= allowed.get(launch.name, 32), f"{launch.name}: {used}"
         assert used.shared <= 1024 * SHARED[target], f"{launch.name}: {used}"
+
+
+def inner_loops(code: str) -> list[str]:
+    """The bodies of machine code's innermost loops that have products in them."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, flags=re.MULTILINE)
+    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    jumps = [(i, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line)) for i, (_, line) in enumerate(lines)]
+    back = [(at[int(to[1], 16)], i) for i, to in jumps if to and at[int(to[1], 16)] < i]
+    inner = [(a, b) for a, b in back if not any(a <= c and d < b for c, d in back)]
+    bodies = ["\n".join(line for _, line in lines[a : b + 1]) for a, b in inner]
+    return [body for body in bodies if "HGMMA" in body]
+
+
+@pytest.mark.parametrize(("name", "spills", "shared"), [("narrow", 0, 8), ("split", 36, 4)])
+def test_the_loops_of_the_serial_half(name, spills, shared, monkeypatch):
+    """Hopper's loop for usual chunks and the one for hard chunks: what they keep in registers.
+
+    Every product but Vᵀ's has its left operand there. Of 128 value columns some addresses do not
+    fit in beside the state; they are spilled, and come back off the chain of products.
+    """
+    for serial in launches(name, "sm_90", monkeypatch):
+        if serial.name not in ("prefill_state_kernel", "prefill_segments_kernel"):
+            continue
+        loops = inner_loops(sass(compile_for(serial, TARGETS["sm_90"])))
+        assert len(loops) == 2
+        for loop in loops:
+            assert len(re.findall(r"\b(?:LDL|STL)\b", loop)) <= spills, serial.name
+            products = re.findall(r"HGMMA\S+ R\d+, (R\d+|gdesc)", loop)
+            assert products.count("gdesc") == shared, serial.name
+        usual, hard = sorted(len(re.findall("HGMMA", loop)) for loop in loops)
+        assert usual < hard, "hard chunks add Vd's second term"

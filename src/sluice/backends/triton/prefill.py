@@ -1,7 +1,8 @@
 """Chunked prefill: plan, workspace, and the launches of prefill_chunks.py and prefill_state.py.
 
 Workspace, for v of size 1 (16-bit inputs, V = 128): Ag 0.5 and P 0.5 per output head, decays,
-scales and inverse lengths 0.05, and where sequences are split 131 kB a segment and value head.
+factors and inverse lengths 0.06 to 0.1, and where sequences are split 131 kB a segment and value
+head.
 """
 
 from __future__ import annotations
@@ -35,6 +36,20 @@ STAGES = 3 if torch.version.hip is None else 1  # tiles ahead: 64 kB is all an A
 EXACT = "tf32x3" if torch.version.hip is None else "ieee"  # as good as float32 products
 
 
+PRODUCTS, INVERSE = Config(num_warps=4, maxnreg=96), Config(num_warps=1)
+"""Five programs of the products an SM, not three, are worth the 8 bytes that are spilled (16-bit
+inputs, K = 128, Hopper); the inverse is quickest with the registers it asks for."""
+SEGMENTS = sorted(tokens << i for tokens in (1024, 1216, 1536) for i in range(16))
+"""Tokens of a segment: what a plan may choose."""
+STATE_TOKENS, ROOM = 512, 0.38
+"""A segment's state and transition take as much memory as the values of so many tokens; all of them
+together may take this part of v, so that the workspace stays below 1.5 times v."""
+NARROW_US, WIDE_US = (2.7, 1.9), (3.0, 2.1)
+JOIN_US, LAUNCH_US = 2.0, 4.0
+"""The plan's model, for an H200: microseconds of a chunk, and of a chunk of a segment's effect, by
+width; of one join; and of a launch more."""
+
+
 class Plan(NamedTuple):
     """How a call is cut: tokens a segment (0: sequences stay whole), value columns a program."""
 
@@ -45,26 +60,80 @@ class Plan(NamedTuple):
 
 
 def plan(p: DeltaProblem, processors: int) -> Plan:
-    """Chosen by shapes alone, from what was measured on an H200 (2026-11-15, Triton 3.6).
+    """The cheapest cut by a model of rounds over the SMs; shapes alone decide.
 
-    Few columns a program and many tiles ahead while there is an SM for each program; beyond, fewer
-    tiles, so that two programs share an SM. A long sequence is split where its heads would leave
-    three SMs of four idle. With ``batch_invariant`` nothing is split and the width is fixed, so
-    that a row's bits follow from its own tokens.
+    With ``batch_invariant`` nothing is split and the width is fixed, so that a row's bits follow
+    from its own tokens.
     """
-    narrow, wide = (min(columns, max(16, configs.power_of_two(p.V))) for columns in (16, 32))
-    if p.dtype == torch.float32 or p.K > 128:
-        # with one stage K = 256 spills 152 bytes on Hopper, and its results are wrong (Triton 3.6)
-        return Plan(0, wide, 4, 1 if p.dtype == torch.float32 else min(STAGES, 2))
-    programs = p.N * p.HV * configs.blocks(p.V, wide)
-    if p.batch_invariant or programs > processors:
-        return Plan(0, wide, 4, min(STAGES, 2))
-    longest = p.T if not p.varlen else p.T // max(p.N, 1)
-    if 4 * programs <= processors and longest >= 8192:
-        return Plan(max(2048, configs.power_of_two(longest // 16)), wide, 4, STAGES)
-    if p.N * p.HV * configs.blocks(p.V, narrow) <= processors:
-        return Plan(0, narrow, 4, STAGES)
-    return Plan(0, wide, 4, STAGES)
+    if p.dtype == torch.float32:
+        return Plan(0, 16, 4, 1)
+    if p.K > 128:
+        columns = 64 if _has_wgmma(p.device) and p.V > 32 else 16
+        return Plan(0, columns, 8 if columns > 16 else 4, min(_stages(p), 2))
+    narrow, wide = _widths(p)
+    if p.batch_invariant:
+        return wide
+    sequences = max(p.N, 1)
+    longest = p.T if not p.varlen else -(-p.T // sequences)
+    room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
+    lengths = [s for s in SEGMENTS if s < longest and units_of(p, s, tail=False) <= room]
+    choices = [
+        (_cost(p, width._replace(segment=segment), us, longest, processors), i, segment)
+        for i, (width, us) in enumerate(((narrow, NARROW_US), (wide, WIDE_US)))
+        for segment in [0, *lengths]
+    ]
+    _, i, segment = min(choices)
+    return (narrow, wide)[i]._replace(segment=segment)
+
+
+def _widths(p: DeltaProblem) -> tuple[Plan, Plan]:
+    """As little as is quick, and as much as a program can hold.
+
+    Hopper's tensor cores want 64 rows, and two groups of four warps share what is done with them;
+    others are better served with half of that.
+    """
+    rows = 64 if _has_wgmma(p.device) else 32
+    columns = max(16, configs.power_of_two(p.V))
+    narrow = Plan(0, min(rows, columns), 8 if min(rows, columns) == 64 else 4, _stages(p))
+    if columns <= rows or torch.version.hip is not None:
+        return narrow, narrow
+    return narrow, narrow._replace(BLOCK_V=2 * rows, num_warps=8)
+
+
+def _cost(
+    p: DeltaProblem, plan: Plan, us: tuple[float, float], longest: int, processors: int
+) -> float:
+    """Microseconds of the serial half."""
+    whole, effect = us
+    states, columns = max(p.N, 1) * p.HV, configs.blocks(p.V, plan.BLOCK_V)
+    if not plan.segment:
+        return configs.blocks(states * columns, processors) * configs.blocks(longest, CHUNK) * whole
+    segments, chunks = configs.blocks(longest, plan.segment), plan.segment // CHUNK
+    effects = states * (segments - 1) * (columns + configs.blocks(p.K, plan.BLOCK_V))
+    cost = configs.blocks(effects, processors) * chunks * effect
+    cost += configs.blocks(states * segments * columns, processors) * chunks * whole
+    return cost + (segments - 1) * JOIN_US + 2 * LAUNCH_US
+
+
+def _stages(p: DeltaProblem) -> int:
+    """STAGES; fewer with some 100 kB of shared memory instead of 160 or more, or more queries."""
+    fewer = (_shared_memory(p.device) < 160 << 10) + p.HO // p.HV - 1
+    return max(1, STAGES - fewer)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; any number for the interpreter."""
+    if device.type != "cuda":
+        return 1 << 20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def _has_wgmma(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
@@ -138,11 +207,14 @@ class Parts(NamedTuple):
     """What the parallel half leaves for the serial one: tensors over B * T tokens."""
 
     a: Tensor | None  # [.., HV, C]: Ag; None without beta
-    p: Tensor  # [.., HO, C]: P, over p_scale; float16, or float32 as the inputs
-    p_scale: Tensor | None  # [.., HO] float32: powers of two; None with float32 inputs
-    g2: Tensor | None  # [.., HV] float32; None without g
-    r_q: Tensor | None  # [.., HQ] float32; None without norm
-    r_k: Tensor | None  # [.., HK] float32
+    hard: Tensor | None  # [HV, chunks] int32; None without beta, and with float32 inputs
+    p: Tensor  # [.., HO, C]: scale P, over lift; float16, or float32 as the inputs
+    lift: Tensor | None  # [HO, ..] float32, by chunk: powers of two; None with float32 inputs
+    forget: Tensor | None  # [HV, ..] float32; None without g and norm
+    keep: Tensor | None  # [HV, ..] float32
+    read: Tensor | None  # [HO, ..] float32; None without norm
+    g2: Tensor | None  # [HV, ..] float32; None without g
+    r_k: Tensor | None  # [.., HK] float32; None without norm
 
 
 def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
@@ -152,18 +224,24 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
     empty = functools.partial(torch.empty, device=p.device)
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype) if p.delta else None
     products = empty(tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16)
-    p_scale = None if exact else empty(tokens, p.HO, dtype=torch.float32)
-    g2 = None if t.g is None else empty(tokens, p.HV, dtype=torch.float32)
-    r_q = empty(tokens, p.HQ, dtype=torch.float32) if p.normalize_qk else None
-    r_k = empty(tokens, p.HK, dtype=torch.float32) if p.normalize_qk else None
+    vector = functools.partial(empty, dtype=torch.float32)
+    hard = None
+    if p.delta and not exact:
+        hard = empty(p.HV, tokens // CHUNK + p.N, dtype=torch.int32)
+    lift = None if exact else vector(p.HO, tokens)
+    g2 = None if t.g is None else vector(p.HV, tokens)
+    factors = t.g is not None or p.normalize_qk
+    forget, keep = (vector(p.HV, tokens) if factors else None for _ in range(2))
+    read = vector(p.HO, tokens) if p.normalize_qk else None
+    r_k = vector(tokens, p.HK) if p.normalize_qk else None
     dims = {"HK": p.HK, "HV": p.HV, "K": p.K, "V": p.V, "BLOCK_K": BLOCK_K}
-    sizes = {"cu_seqlens_ptr": dense(t.rows.cu_seqlens), "N": p.N, "T": p.T}
-    precision = EXACT if exact else "tf32"
+    sizes = {"cu_seqlens_ptr": dense(t.rows.cu_seqlens), "N": p.N, "T": p.T, "tokens": tokens}
+    precision, usual = EXACT if exact else "tf32", not exact and p.K <= 128
     units = units_of(p, CHUNK, tail=True)
     launch(
         prefill_products_kernel,
         units * p.HK,
-        Config(num_warps=4),
+        PRODUCTS if usual else PRODUCTS._replace(maxnreg=None),
         p.device,
         q_ptr=t.q,
         k_ptr=t.k,
@@ -171,11 +249,14 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
         A_log_ptr=dense(t.A_log),
         dt_bias_ptr=dense(t.dt_bias),
         p_ptr=products,
-        p_scale_ptr=p_scale,
+        lift_ptr=lift,
+        forget_ptr=forget,
+        keep_ptr=keep,
+        read_ptr=read,
         g2_ptr=g2,
-        r_q_ptr=r_q,
         r_k_ptr=r_k,
         o_ptr=t.out,
+        scale=p.scale,
         **sizes,
         **strides(t.q, "q", "bth"),
         **strides(t.k, "k", "bth"),
@@ -190,13 +271,14 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
         launch(
             prefill_inverse_kernel,
             units * p.HV,
-            Config(num_warps=1),
+            INVERSE,
             p.device,
             k_ptr=t.k,
             beta_ptr=t.beta,
             g2_ptr=g2,
             r_k_ptr=r_k,
             a_ptr=a,
+            hard_ptr=hard,
             beta_scale=2.0 if p.neg_eigval else 1.0,
             **sizes,
             **strides(t.k, "k", "bth"),
@@ -208,26 +290,31 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
             PRECISION=precision,
             RAW_BETA=p.raw_gates,
         )
-    return Parts(a, products, p_scale, g2, r_q, r_k)
+    return Parts(a, hard, products, lift, forget, keep, read, g2, r_k)
 
 
 def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
     """Serve ``prefill`` by a given plan."""
-    a, products, p_scale, g2, r_q, r_k = chunk_parts(p, t)
+    parts = chunk_parts(p, t)
     BLOCK_K = max(16, configs.power_of_two(p.K))
-    rows, sizes = t.rows, {"cu_seqlens_ptr": dense(t.rows.cu_seqlens), "N": p.N, "T": p.T}
+    rows = t.rows
     exact = p.dtype == torch.float32
     precision = EXACT if exact else "tf32"
     segment = plan.segment or WHOLE
     units = units_of(p, segment, tail=False)
-    config = Config(num_warps=plan.num_warps, num_stages=plan.stages)
+    config = Config(num_warps=plan.num_warps, num_stages=plan.stages, fp_fusion=True)
     common = {
         "k_ptr": t.k,
         "v_ptr": t.v,
-        "a_ptr": a,
-        "g2_ptr": g2,
-        "r_k_ptr": r_k,
-        **sizes,
+        "a_ptr": parts.a,
+        "hard_ptr": parts.hard,
+        "forget_ptr": parts.forget,
+        "keep_ptr": parts.keep,
+        "g2_ptr": parts.g2,
+        "cu_seqlens_ptr": dense(rows.cu_seqlens),
+        "N": p.N,
+        "T": p.T,
+        "tokens": p.B * p.T,
         **strides(t.k, "k", "bth"),
         **strides(t.v, "v", "bth"),
         "HK": p.HK,
@@ -269,9 +356,10 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
         p.device,
         **common,
         q_ptr=t.q,
-        p_ptr=products,
-        p_scale_ptr=p_scale,
-        r_q_ptr=r_q,
+        p_ptr=parts.p,
+        lift_ptr=parts.lift,
+        read_ptr=parts.read,
+        r_k_ptr=parts.r_k,
         joined_ptr=joined,
         o_ptr=t.out,
         **pool,
@@ -311,6 +399,7 @@ def join(p: DeltaProblem, t: DeltaTensors, joined: Tensor, segment: int) -> None
         V=p.V,
         BLOCK_K=max(16, configs.power_of_two(p.K)),
         BLOCK_V=JOIN_BLOCK_V,
+        STAGES=STAGES if _shared_memory(p.device) >= 160 << 10 else 1,
         PRECISION=EXACT,
         STATE_KV=p.state_layout == "kv",
     )

@@ -9,27 +9,36 @@ For a chunk of C = 64 tokens of one value head, docs/kernels/chunked.md:
 with gc the cumulative log decay in the chunk. Keys and queries are read as they are; with
 ``normalize_qk`` their inverse lengths are kept (one number a token) and multiplied in where needed.
 
-P is kept in float16, whatever 16-bit type the inputs have, and a power of two a token: where keys
+P is kept in float16, whatever 16-bit type the inputs have, over a power of two a chunk: where keys
 repeat, O is a sum of terms that nearly cancel, and bfloat16 would lose two bits of it
-(docs/numerics.md). For float32 inputs it stays float32.
+(docs/numerics.md). For float32 inputs it stays float32. What the serial half multiplies by token is
+kept beside it, one vector a head: it has no time to spare for exponentials.
+
+Beta is rounded to the inputs' type first: so Ag has it as it is, and A is the inverse that belongs
+to it. An error of Ag alone would add up over tokens. Where keys nearly repeat, that of its other
+elements would too. Chunks of such keys are *hard* (``repeats``), and marked so; the mark follows
+from a chunk's own keys: a row's bits do not depend on its neighbours. Their Ag is kept in float16,
+times 2⁸, in the same memory, and in each 16 rows the last one takes back what the rows above it
+lost. The rest is in prefill_walk.py.
 
 For P one program owns one chunk of one key head and makes Q Kᵀ once for its value heads; for Ag one
 chunk of one value head: K Kᵀ made again costs less than registers to keep it in (H200: 56 against
-88 µs for 8192 tokens and 16/32 heads). The
-diagonal blocks are inverted by forward substitution in float32: a truncated or 16-bit series is
-wrong for correlated keys (docs/numerics.md).
+88 µs for 8192 tokens and 16/32 heads). The inverse is joined from halves, from 2 x 2 on: a product
+of inverses of its own blocks is as good as they are, where a truncated or 16-bit series is wrong
+for correlated keys (docs/numerics.md).
 """
 
-# ruff: noqa: RET505, RUF005 (what a kernel may not say, and constants decide)
+# ruff: noqa: RUF005 (what a kernel may not say, and constants decide)
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.tiles import NORM_EPS, begin, is_cuda, softplus
+from sluice.backends.triton.tiles import NORM_EPS, begin, softplus
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+NEAR = tl.constexpr(0.9)
 
 
 @triton.jit
@@ -113,17 +122,17 @@ def zero_tail(o_ptr, t, end, head, stride_o_t, stride_o_h, HEADS: tl.constexpr, 
 
 @triton.jit
 def products(
-    q_ptr, k, r_k, r_q_ptr, head_q, t, end, token, rows, stride_q_t, stride_q_h,
-    HQ: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k, r_k, lower, scale, t, end, stride_q_t,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Q Kᵀ [C, C] of one query head, normalised; its inverse lengths are stored."""
-    q = load_chunk(q_ptr + head_q * stride_q_h, t, end, stride_q_t, K, BLOCK_K, k.shape[0])
+    """scale lower(Q Kᵀ) of one query head, normalised, and scale over the queries' lengths."""
+    q = load_chunk(q_ptr, t, end, stride_q_t, K, BLOCK_K, k.shape[0])
     p = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if r_q_ptr is not None:
-        r_q = inverse_lengths(q)
-        tl.store(r_q_ptr + token * HQ + head_q, r_q, mask=rows)
-        p = p * r_q[:, None] * r_k[None, :]
-    return p
+    r_q = tl.full([k.shape[0]], 1.0, tl.float32) * scale
+    if NORM:
+        r_q *= inverse_lengths(q)
+        p = p * r_k[None, :]
+    return tl.where(lower, p * r_q[:, None], 0.0), r_q
 
 
 @triton.jit
@@ -139,22 +148,26 @@ def powers(largest, LEAST: tl.constexpr):
     return up, (bits - 13 * (1 << 23)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["N", "T", "stride_g_b"])
+@triton.jit(do_not_specialize=["N", "T", "tokens", "stride_g_b"])
 def prefill_products_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
     g_ptr,  # [B, T, HV]; None: no decay
     A_log_ptr,  # [HV]; None: g is no raw gate
     dt_bias_ptr,  # [HV]; None: 0
-    p_ptr,  # [B * T, HO, C]: P, over p_scale
-    p_scale_ptr,  # [B * T, HO] float32: powers of two; None: ones
-    g2_ptr,  # [B * T, HV] float32: cumulative log2 decay; None without g
-    r_q_ptr,  # [B * T, HQ] float32: inverse lengths; None without norm
-    r_k_ptr,  # [B * T, HK] float32
+    p_ptr,  # [B * T, HO, C]: scale P, over lift
+    lift_ptr,  # [HO, B * T] float32, at a chunk's first token: powers of two; None: ones
+    forget_ptr,  # [HV, B * T] float32: e^gc, over the keys' lengths; None without g and norm
+    keep_ptr,  # [HV, B * T] float32: e^(gl - gc), over the keys' lengths
+    read_ptr,  # [HO, B * T] float32: scale e^gc, over the queries' lengths; None without norm
+    g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
+    r_k_ptr,  # [B * T, HK] float32: inverse lengths; None without norm
     o_ptr,  # [B, T, HO, V]: zeros for the tail
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    scale,
     N,
     T,
+    tokens,  # B * T
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -199,98 +212,141 @@ def prefill_products_kernel(
         r_k = inverse_lengths(k)
         tl.store(r_k_ptr + token * HK + head_k, r_k, mask=rows)
     if HQ == HK:  # the usual case: one product serves the group
-        qk = products(q_ptr, k, r_k, r_q_ptr, head_k, t, end, token, rows,
-                      stride_q_t, stride_q_h, HQ, K, BLOCK_K, PRECISION)  # fmt: skip
+        qk, r_q = products(
+            q_ptr + head_k * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
+            K, BLOCK_K, PRECISION, r_k_ptr is not None,
+        )  # fmt: skip
     for j in range(HO // HK):
         head_o = head_k * (HO // HK) + j
         head_v = head_o * HV // HO
         if HQ == HK:
             p = qk
         else:
-            p = products(q_ptr, k, r_k, r_q_ptr, head_o * HQ // HO, t, end, token, rows,
-                         stride_q_t, stride_q_h, HQ, K, BLOCK_K, PRECISION)  # fmt: skip
+            p, r_q = products(
+                q_ptr + (head_o * HQ // HO) * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
+                K, BLOCK_K, PRECISION, r_k_ptr is not None,
+            )  # fmt: skip
+        of_value = head_v.to(tl.int64) * tokens + token
+        of_output = head_o.to(tl.int64) * tokens + token
+        decay = tl.full([C], 1.0, tl.float32)
+        left = decay
         if g_ptr is not None:
             g2 = log2_decay(
                 g_ptr + batch * stride_g_b + head_v * stride_g_h,
                 A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t, C,
             )  # fmt: skip
-            tl.store(g2_ptr + token * HV + head_v, g2, mask=rows)
+            tl.store(g2_ptr + of_value, g2, mask=rows)
+            decay = tl.exp2(g2)
+            left = tl.exp2(tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2)
             p = p * tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0))
-        p = tl.where(lower, p, 0.0)
-        if p_scale_ptr is not None:
-            up, down = powers(tl.max(tl.abs(p), axis=1), 14)
-            tl.store(p_scale_ptr + token * HO + head_o, down, mask=rows)
-            p = p * up[:, None]
+        if forget_ptr is not None:
+            tl.store(forget_ptr + of_value, decay * r_k, mask=rows)
+            tl.store(keep_ptr + of_value, left * r_k, mask=rows)
+        if read_ptr is not None:
+            tl.store(read_ptr + of_output, decay * r_q, mask=rows)
+        if lift_ptr is not None:
+            up, down = powers(tl.max(tl.abs(p)), 14)
+            tl.store(lift_ptr + of_output, down + 0.0 * offs_c, mask=offs_c == 0)
+            p = p * up
         p = p.to(p_ptr.dtype.element_ty)
         at = p_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
         tl.store(at, p, mask=rows[:, None])
 
 
 @triton.jit
-def substitute(X, M_t, i):
-    """Row i of both 8 x 8 inverses in X: e_i - sum_j M_ij (row j).
+def operand(x, PRECISION: tl.constexpr):
+    """x for a product: float16 for inputs of 16 bits.
 
-    M_t is M transposed, so the multipliers of row i lie in a column of it; X has nothing outside
-    its two blocks, so one sum over all rows serves both.
+    As many bits as tf32 has, rounded where tensor cores would cut tf32 off, and what a product
+    leaves in registers is a left operand as it is. With ‖k‖ <= 1 nothing comes near its limits.
     """
-    rows = tl.arange(0, 16)[:, None]
-    cols = tl.arange(0, 16)[None, :]
-    m = tl.sum(tl.where(cols == i + rows // 8 * 8, M_t, 0.0), axis=1)
-    row = tl.sum(m[:, None] * X, axis=0)
-    return tl.where(rows == i + cols // 8 * 8, X - row[None, :], X)
+    return x.to(tl.float16) if PRECISION == "tf32" else x
 
 
 @triton.jit
-def join_halves(X, kk, beta):
-    """The 16 x 16 inverse from its 8 x 8 ones: below them stands -X M X."""
-    below = (tl.arange(0, 16)[:, None] >= 8) & (tl.arange(0, 16)[None, :] < 8)
-    M = tl.where(below, kk * beta[:, None], 0.0)
-    if is_cuda():
-        Y = tl.dot(M, X, input_precision="tf32x3")
-        return X - tl.dot(X, Y, input_precision="tf32x3")
-    else:
-        Y = tl.dot(M, X, input_precision="ieee")
-        return X - tl.dot(X, Y, input_precision="ieee")
+def product(x, y, PRECISION: tl.constexpr):
+    """x y, in float32."""
+    return tl.dot(operand(x, PRECISION), operand(y, PRECISION), input_precision=PRECISION)
 
 
 @triton.jit
-def invert_diagonal(kk, beta):
-    """(I + strictLower(diag(beta) kk))⁻¹ for the four diagonal blocks, by forward substitution.
+def join_halves(X, M, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of diagonal blocks twice the size HALF: below the ones in X stands -X M X."""
+    rows = tl.arange(0, 16)[:, None] // HALF
+    cols = tl.arange(0, 16)[None, :] // HALF
+    below = tl.where((rows // 2 == cols // 2) & (rows > cols), M, 0.0)
+    X_low = operand(X, PRECISION)
+    return X - product(X_low, product(below, X_low, PRECISION), PRECISION)
 
-    kk is symmetric, so its transpose costs nothing. The blocks go side by side: one alone would
-    wait for its own reductions. Substitution stops at 8 rows; a product joins the halves, in three
-    passes of tf32 so that it is as good as float32.
+
+@triton.jit
+def invert_diagonal(kk, beta, PRECISION: tl.constexpr):
+    """(I + strictLower(diag(beta) kk))⁻¹ for the four diagonal blocks.
+
+    Of 2 x 2 it is I minus what stands below the diagonal; products join these to 4, 8 and 16. The
+    blocks go side by side: one alone would wait for its own products.
     """
     rows = tl.arange(0, 16)[:, None]
     cols = tl.arange(0, 16)[None, :]
-    upper = (rows < cols) & (rows // 8 == cols // 8)
     one = tl.where(rows == cols, 1.0, 0.0)
-    M0 = tl.where(upper, kk[0] * beta[0][None, :], 0.0)
-    M1 = tl.where(upper, kk[2] * beta[1][None, :], 0.0)
-    M2 = tl.where(upper, kk[5] * beta[2][None, :], 0.0)
-    M3 = tl.where(upper, kk[9] * beta[3][None, :], 0.0)
-    X0 = one
-    X1 = one
-    X2 = one
-    X3 = one
-    for i in range(1, 8):
-        X0 = substitute(X0, M0, i)
-        X1 = substitute(X1, M1, i)
-        X2 = substitute(X2, M2, i)
-        X3 = substitute(X3, M3, i)
-    X0 = join_halves(X0, kk[0], beta[0])
-    X1 = join_halves(X1, kk[2], beta[1])
-    X2 = join_halves(X2, kk[5], beta[2])
-    X3 = join_halves(X3, kk[9], beta[3])
+    pair = (rows == cols + 1) & (rows % 2 == 1)
+    M0 = kk[0] * beta[0][:, None]
+    M1 = kk[2] * beta[1][:, None]
+    M2 = kk[5] * beta[2][:, None]
+    M3 = kk[9] * beta[3][:, None]
+    X0 = tl.where(pair, -M0, one)
+    X1 = tl.where(pair, -M1, one)
+    X2 = tl.where(pair, -M2, one)
+    X3 = tl.where(pair, -M3, one)
+    for i in tl.static_range(1, 4):
+        X0 = join_halves(X0, M0, 1 << i, PRECISION)
+        X1 = join_halves(X1, M1, 1 << i, PRECISION)
+        X2 = join_halves(X2, M2, 1 << i, PRECISION)
+        X3 = join_halves(X3, M3, 1 << i, PRECISION)
     return X0, X1, X2, X3
 
 
 @triton.jit
-def store_block(ptr, X, t, end, stride_t, column: tl.constexpr):
-    """Store 16 rows of a chunk's matrix, those before ``end``."""
-    offs_t = t + tl.arange(0, 16)
-    at = ptr + offs_t[:, None] * stride_t + column + tl.arange(0, 16)[None, :]
-    tl.store(at, X.to(ptr.dtype.element_ty), mask=(offs_t < end)[:, None])
+def repeats(kk, n):
+    """Whether the n keys of a chunk nearly repeat, from the ten blocks of K Kᵀ.
+
+    They do if |k_i · k_j| >= 0.9 m for n - 1 pairs of tokens or more, m the largest |k|²: as many
+    as a last chunk of two tokens can have. Tokens behind the end are zeros, and no pair. Few chunks
+    have any such pair: only in these they are counted.
+    """
+    rows = tl.arange(0, 16)[:, None]
+    cols = tl.arange(0, 16)[None, :]
+    # no product of two keys is larger than both of their squares
+    m = tl.max(tl.maximum(tl.maximum(kk[0], kk[2]), tl.maximum(kk[5], kk[9])))
+    near = tl.where(m > 0.0, m * NEAR, float("inf"))
+    most = tl.maximum(tl.abs(kk[0]), tl.abs(kk[2]))
+    most = tl.maximum(most, tl.maximum(tl.abs(kk[5]), tl.abs(kk[9])))
+    most = tl.where(rows == cols, 0.0, most)
+    for i in tl.static_range(1, 4):
+        for j in tl.static_range(i):
+            most = tl.maximum(most, tl.abs(kk[i * (i + 1) // 2 + j]))
+    pairs = 0
+    if tl.max(most) >= near:
+        found = tl.zeros([16, 16], tl.int32)
+        for i in tl.static_range(4):
+            for j in tl.static_range(i + 1):
+                close = tl.abs(kk[i * (i + 1) // 2 + j]) >= near
+                if i == j:
+                    close = close & (rows > cols)
+                found += close.to(tl.int32)
+        pairs = tl.sum(found)
+    return (pairs > 0) & (pairs >= n - 1)
+
+
+@triton.jit
+def settled(block, g, last):
+    """A block times 2⁸ in float16; row ``last`` takes what those above it lost, decayed to it."""
+    rows = tl.arange(0, 16)
+    block = tl.minimum(tl.maximum(block * 256, -65504.0), 65504.0)
+    g_last = tl.sum(tl.where(rows == last, g, 0.0))
+    lost = (block - block.to(tl.float16).to(tl.float32)) * tl.exp2(g_last - g)[:, None]
+    lost = tl.sum(tl.where((rows < last)[:, None], lost, 0.0), axis=0)
+    return tl.where((rows == last)[:, None], block + lost[None, :], block).to(tl.float16)
 
 
 @triton.jit
@@ -304,28 +360,49 @@ def gated_block(X, g_i, g_j, SAME: tl.constexpr):
 
 
 @triton.jit
+def store_inverse(ptr, X, beta, g2, t, end, stride_t, HARD: tl.constexpr):
+    """Store a chunk's Ag from the blocks X of A: the rows before ``end``."""
+    offs = tl.arange(0, 16)
+    for i in tl.static_range(4):
+        offs_t = t + 16 * i + offs
+        last = tl.minimum(end - (t + 16 * i), 16) - 1
+        for j in tl.static_range(4):
+            block = tl.zeros([16, 16], tl.float32)
+            if j <= i:
+                block = gated_block(X[i * (i + 1) // 2 + j], g2[i], g2[j], i == j)
+                block = block * beta[j][None, :]
+            if HARD:
+                block = settled(block, g2[i], last).to(ptr.dtype.element_ty, bitcast=True)
+            at = ptr + offs_t[:, None] * stride_t + 16 * j + offs[None, :]
+            tl.store(at, block.to(ptr.dtype.element_ty), mask=(offs_t < end)[:, None])
+
+
+@triton.jit
 def merged_inverse(kk, beta, PRECISION: tl.constexpr):
     """The ten blocks of A = (I + strictLower(diag(beta) K Kᵀ))⁻¹, from those of K Kᵀ."""
-    X00, X11, X22, X33 = invert_diagonal(kk, beta)
-    M10 = kk[1] * beta[1][:, None]
-    M20 = kk[3] * beta[2][:, None]
-    M21 = kk[4] * beta[2][:, None]
-    M30 = kk[6] * beta[3][:, None]
-    M31 = kk[7] * beta[3][:, None]
-    M32 = kk[8] * beta[3][:, None]
-    X10 = -tl.dot(X11, tl.dot(M10, X00, input_precision=PRECISION), input_precision=PRECISION)
-    X21 = -tl.dot(X22, tl.dot(M21, X11, input_precision=PRECISION), input_precision=PRECISION)
-    X32 = -tl.dot(X33, tl.dot(M32, X22, input_precision=PRECISION), input_precision=PRECISION)
-    Y20 = tl.dot(M20, X00, input_precision=PRECISION)
-    Y20 = tl.dot(M21, X10, acc=Y20, input_precision=PRECISION)
-    X20 = -tl.dot(X22, Y20, input_precision=PRECISION)
-    Y31 = tl.dot(M31, X11, input_precision=PRECISION)
-    Y31 = tl.dot(M32, X21, acc=Y31, input_precision=PRECISION)
-    X31 = -tl.dot(X33, Y31, input_precision=PRECISION)
-    Y30 = tl.dot(M30, X00, input_precision=PRECISION)
-    Y30 = tl.dot(M31, X10, acc=Y30, input_precision=PRECISION)
-    Y30 = tl.dot(M32, X20, acc=Y30, input_precision=PRECISION)
-    X30 = -tl.dot(X33, Y30, input_precision=PRECISION)
+    X00, X11, X22, X33 = invert_diagonal(kk, beta, PRECISION)
+    Y00 = operand(X00, PRECISION)
+    Y11 = operand(X11, PRECISION)
+    Y22 = operand(X22, PRECISION)
+    Y33 = operand(X33, PRECISION)
+    M10 = operand(kk[1] * beta[1][:, None], PRECISION)
+    M20 = operand(kk[3] * beta[2][:, None], PRECISION)
+    M21 = operand(kk[4] * beta[2][:, None], PRECISION)
+    M30 = operand(kk[6] * beta[3][:, None], PRECISION)
+    M31 = operand(kk[7] * beta[3][:, None], PRECISION)
+    M32 = operand(kk[8] * beta[3][:, None], PRECISION)
+    X10 = -product(Y11, product(M10, Y00, PRECISION), PRECISION)
+    X21 = -product(Y22, product(M21, Y11, PRECISION), PRECISION)
+    X32 = -product(Y33, product(M32, Y22, PRECISION), PRECISION)
+    Y10 = operand(X10, PRECISION)
+    Y21 = operand(X21, PRECISION)
+    X20 = product(M20, Y00, PRECISION) + product(M21, Y10, PRECISION)
+    X20 = -product(Y22, X20, PRECISION)
+    X31 = product(M31, Y11, PRECISION) + product(M32, Y21, PRECISION)
+    X31 = -product(Y33, X31, PRECISION)
+    X30 = product(M30, Y00, PRECISION) + product(M31, Y10, PRECISION)
+    X30 += product(M32, X20, PRECISION)
+    X30 = -product(Y33, X30, PRECISION)
     return X00, X10, X11, X20, X21, X22, X30, X31, X32, X33
 
 
@@ -343,17 +420,19 @@ def load_keys(
     return k, r
 
 
-@triton.jit(do_not_specialize=["N", "T", "stride_beta_b"])
+@triton.jit(do_not_specialize=["N", "T", "tokens", "stride_beta_b"])
 def prefill_inverse_kernel(
     k_ptr,  # [B, T, HK, K]
     beta_ptr,  # [B, T, HV]
-    g2_ptr,  # [B * T, HV] float32; None without g
+    g2_ptr,  # [HV, B * T] float32; None without g
     r_k_ptr,  # [B * T, HK] float32; None without norm
     a_ptr,  # [B * T, HV, C]: Ag
+    hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: it makes no difference
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     beta_scale,
     N,
     T,
+    tokens,  # B * T
     stride_k_b,
     stride_k_t,
     stride_k_h,
@@ -401,18 +480,23 @@ def prefill_inverse_kernel(
         b = b.to(tl.float32)
         if RAW_BETA:
             b = tl.where(mask, tl.sigmoid(b) * beta_scale, 0.0)
+        if a_ptr.dtype.element_ty != tl.float32:
+            b = b.to(a_ptr.dtype.element_ty).to(tl.float32)
         beta = beta + (b,)
+        in_head = head_v.to(tl.int64) * tokens + token + 16 * i + offs
         g = tl.zeros([16], tl.float32)
         if g2_ptr is not None:
-            at = g2_ptr + (token + 16 * i + offs) * HV + head_v
-            g = tl.load(at, mask=mask, other=0.0)
+            g = tl.load(g2_ptr + in_head, mask=mask, other=0.0)
         g2 = g2 + (g,)
     X = merged_inverse(kk, beta, PRECISION)
-    base = a_ptr + ((token - t) * HV + head_v) * C
-    for i in tl.static_range(4):
-        for j in tl.static_range(4):
-            block = tl.zeros([16, 16], tl.float32)
-            if j <= i:
-                block = gated_block(X[i * (i + 1) // 2 + j], g2[i], g2[j], i == j)
-                block = block * beta[j][None, :]
-            store_block(base, block, t + 16 * i, end, HV * C, 16 * j)
+    a_ptr += ((token - t) * HV + head_v) * C
+    if hard_ptr is None:
+        store_inverse(a_ptr, X, beta, g2, t, end, HV * C, False)
+    else:
+        hard = repeats(kk, tl.minimum(end - t, C))
+        hard_ptr += head_v * (tokens // C + N) + token // C + seq
+        tl.store(hard_ptr, hard.to(tl.int32))
+        if hard:
+            store_inverse(a_ptr, X, beta, g2, t, end, HV * C, True)
+        else:
+            store_inverse(a_ptr, X, beta, g2, t, end, HV * C, False)
