@@ -27,13 +27,14 @@ PLANS = {
 }
 SPILLS = {
     "prefill_inverse_kernel": 160,
-    "prefill_state_kernel": 608,
-    "prefill_segments_kernel": 48,
+    "prefill_state_kernel": 224,
+    "prefill_segments_kernel": 16,
     "prefill_key_kernel": 288,
 }
-SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 720}
-"""Bytes of stack a thread. The serial kernels' are used between two loops, mostly (see below); keys
-of 256 are twice what the registers are meant for."""
+SPILLS_HARD = {"prefill_state_kernel": 656, "prefill_segments_kernel": 96}
+SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 800}
+"""Bytes of stack a thread: in general, of kernels for programs with hard chunks (between their two
+loops, mostly: see below), and with keys of 256, twice what the registers are meant for."""
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """Shared memory of a program, kB."""
 
@@ -87,7 +88,8 @@ def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
         monkeypatch.setattr(prefill, "STAGES", 1)
     for launch in launches(name, target, monkeypatch):
         used = resources(compile_for(launch, TARGETS[target]))
-        allowed = SPILLS | (SPILLS_256 if name == "keys of 256" else {})
+        allowed = SPILLS | (SPILLS_HARD if launch.arguments.get("HARD") else {})
+        allowed |= SPILLS_256 if name == "keys of 256" else {}
         assert used.spills <= allowed.get(launch.name, 32), f"{launch.name}: {used}"
         assert used.shared <= 1024 * SHARED[target], f"{launch.name}: {used}"
 
@@ -103,9 +105,9 @@ def inner_loops(code: str) -> list[str]:
     return [body for body in bodies if "HGMMA" in body]
 
 
-@pytest.mark.parametrize(("name", "spills", "shared"), [("narrow", 0, 8), ("split", 36, 4)])
+@pytest.mark.parametrize(("name", "spills", "shared"), [("narrow", 0, 8), ("split", 16, 4)])
 def test_the_loops_of_the_serial_half(name, spills, shared, monkeypatch):
-    """Hopper's loop for usual chunks and the one for hard chunks: what they keep in registers.
+    """Hopper's loop for usual chunks, and the two where some are hard: what is kept in registers.
 
     Every product but Vᵀ's has its left operand there. Of 128 value columns some addresses do not
     fit in beside the state; they are spilled, and come back off the chain of products.
@@ -113,11 +115,14 @@ def test_the_loops_of_the_serial_half(name, spills, shared, monkeypatch):
     for serial in launches(name, "sm_90", monkeypatch):
         if serial.name not in ("prefill_state_kernel", "prefill_segments_kernel"):
             continue
+        hard = serial.arguments["HARD"]
         loops = inner_loops(sass(compile_for(serial, TARGETS["sm_90"])))
-        assert len(loops) == 2
+        assert len(loops) == 1 + hard
         for loop in loops:
-            assert len(re.findall(r"\b(?:LDL|STL)\b", loop)) <= spills, serial.name
+            found = len(re.findall(r"\b(?:LDL|STL)\b", loop))
+            assert found <= (44 if hard else spills), serial.name
             products = re.findall(r"HGMMA\S+ R\d+, (R\d+|gdesc)", loop)
             assert products.count("gdesc") == shared, serial.name
-        usual, hard = sorted(len(re.findall("HGMMA", loop)) for loop in loops)
-        assert usual < hard, "hard chunks add Vd's second term"
+        if hard:
+            usual, more = sorted(len(re.findall("HGMMA", loop)) for loop in loops)
+            assert usual < more, "hard chunks add Vd's second term"

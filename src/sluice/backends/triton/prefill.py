@@ -335,45 +335,50 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
         "STATE_KV": p.state_layout == "kv",
     }
     blocks = configs.blocks(p.V, plan.BLOCK_V)
+    kinds = (False,) if parts.hard is None else (False, True)  # of programs: see prefill_walk.py
     joined = None
     if plan.segment and plan.segment < p.T:
         joined = torch.empty(units, p.HV, p.K, p.V + p.K, dtype=torch.float32, device=p.device)
+        for hard in kinds:
+            launch(
+                prefill_segments_kernel,
+                units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V)),
+                config,
+                p.device,
+                **common,
+                joined_ptr=joined,
+                BLOCK_V=plan.BLOCK_V,
+                HARD=hard,
+            )
+        join(p, t, joined, segment)
+    kept = t.checkpoint_slots
+    for hard in kinds:
         launch(
-            prefill_segments_kernel,
-            units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V)),
+            prefill_state_kernel,
+            units * p.HV * blocks,
             config,
             p.device,
             **common,
+            q_ptr=t.q,
+            p_ptr=parts.p,
+            lift_ptr=parts.lift,
+            read_ptr=parts.read,
+            r_k_ptr=parts.r_k,
             joined_ptr=joined,
+            o_ptr=t.out,
+            **pool,
+            write_slots_ptr=dense(rows.write_slots),
+            checkpoint_slots_ptr=dense(kept),
+            checkpoint_positions_ptr=dense(t.checkpoint_positions),
+            scale=p.scale,
+            M=0 if kept is None else kept.shape[1],
+            every=p.checkpoint_every,
+            **strides(t.q, "q", "bth"),
+            **strides(t.out, "o", "bth"),
+            HQ=p.HQ,
             BLOCK_V=plan.BLOCK_V,
+            HARD=hard,
         )
-        join(p, t, joined, segment)
-    kept = t.checkpoint_slots
-    launch(
-        prefill_state_kernel,
-        units * p.HV * blocks,
-        config,
-        p.device,
-        **common,
-        q_ptr=t.q,
-        p_ptr=parts.p,
-        lift_ptr=parts.lift,
-        read_ptr=parts.read,
-        r_k_ptr=parts.r_k,
-        joined_ptr=joined,
-        o_ptr=t.out,
-        **pool,
-        write_slots_ptr=dense(rows.write_slots),
-        checkpoint_slots_ptr=dense(kept),
-        checkpoint_positions_ptr=dense(t.checkpoint_positions),
-        scale=p.scale,
-        M=0 if kept is None else kept.shape[1],
-        every=p.checkpoint_every,
-        **strides(t.q, "q", "bth"),
-        **strides(t.out, "o", "bth"),
-        HQ=p.HQ,
-        BLOCK_V=plan.BLOCK_V,
-    )
 
 
 def join(p: DeltaProblem, t: DeltaTensors, joined: Tensor, segment: int) -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.prefill_chunks import unit_span
-from sluice.backends.triton.prefill_walk import load_marks, run_of, walk, walk_through
+from sluice.backends.triton.prefill_walk import any_hard, load_marks, run_of, walk, walk_through
 from sluice.backends.triton.tiles import begin
 
 
@@ -81,6 +81,7 @@ def prefill_state_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_KV: tl.constexpr,
+    HARD: tl.constexpr,
 ):
     C: tl.constexpr = 64
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -111,6 +112,10 @@ def prefill_state_kernel(
         slot = tl.load(slots_ptr + seq).to(tl.int64)
         live = slot > pad_slot
     stop = tl.minimum(first + segment_size, end)
+    if hard_ptr is not None:
+        hard_ptr += head_v * (tokens // C + N) + seq
+        if any_hard(hard_ptr, (batch * T + first) // C, (stop - first + C - 1) // C) != HARD:
+            return
     if not live:
         zeros = tl.zeros([C, BLOCK_V], o_ptr.dtype.element_ty)
         for t in range(first, stop, C):
@@ -121,9 +126,6 @@ def prefill_state_kernel(
                 tl.store(at + offs_v[None, :], zeros, mask=mask)
         return
 
-    if hard_ptr is not None:  # before the state: both take as long to come
-        hard_ptr += head_v * (tokens // C + N) + seq
-        marks = load_marks(hard_ptr, (batch * T + first) // C, (stop - first + C - 1) // C)
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
     in_pool = tl.trans(state_offsets(offs_k, offs_v, K, V, STATE_KV))
@@ -148,41 +150,41 @@ def prefill_state_kernel(
                 saved = state_ptr + kept * stride_state_p + in_pool
                 tl.store(saved, S.to(state_ptr.dtype.element_ty), mask=tile & (kept > pad_slot))
 
-    if hard_ptr is None:
-        S = walk(
-            S, first, stop, False, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr,
-            forget_ptr, keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
-            checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v, pid_v,
-            T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t, stride_v_t,
-            stride_o_t, stride_o_h, stride_state_p, HQ, HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES,
-            PRECISION,
-        )  # fmt: skip
-    else:
+    if HARD:
         t = first
         while t < stop:
+            marks = load_marks(hard_ptr, (batch * T + t) // C, (stop - t + C - 1) // C)
             easy = run_of(marks, 0)
             until = tl.minimum(t + easy * C, stop)
             if easy == 0:
                 until = tl.minimum(t + run_of(marks, 1) * C, stop)
                 S = walk(
-                    S, t, until, True, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr,
-                    forget_ptr, keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr,
-                    checkpoint_slots_ptr, checkpoint_positions_ptr, in_pool, tile, scale, seq,
-                    batch, start, end, head_v, pid_v, T, tokens, M, every, pad_slot, stride_q_t,
-                    stride_q_h, stride_k_t, stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ,
-                    HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
+                    S, t, until, True, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr, forget_ptr,
+                    keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
+                    checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v,
+                    pid_v, T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t,
+                    stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ, HK, HV, K, V, BLOCK_K,
+                    BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             else:
                 S = walk(
-                    S, t, until, False, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr,
-                    forget_ptr, keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr,
-                    checkpoint_slots_ptr, checkpoint_positions_ptr, in_pool, tile, scale, seq,
-                    batch, start, end, head_v, pid_v, T, tokens, M, every, pad_slot, stride_q_t,
-                    stride_q_h, stride_k_t, stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ,
-                    HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
+                    S, t, until, False, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr, forget_ptr,
+                    keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
+                    checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v,
+                    pid_v, T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t,
+                    stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ, HK, HV, K, V, BLOCK_K,
+                    BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             t = until
-            marks = load_marks(hard_ptr, (batch * T + t) // C, (stop - t + C - 1) // C)
+    else:
+        S = walk(
+            S, first, stop, False, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr, forget_ptr,
+            keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
+            checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v,
+            pid_v, T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t,
+            stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ, HK, HV, K, V, BLOCK_K,
+            BLOCK_V, STAGES, PRECISION,
+        )  # fmt: skip
 
     if stop == end:
         write = live
@@ -222,6 +224,7 @@ def prefill_segments_kernel(
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    HARD: tl.constexpr,
 ):
     """What each segment but the last of its sequence does to any state: S_zero and M."""
     C: tl.constexpr = 64
@@ -237,6 +240,10 @@ def prefill_segments_kernel(
     first = start + segment * segment_size
     if seq >= N or first + segment_size >= end:
         return
+    if hard_ptr is not None:
+        hard_ptr += head_v * (tokens // C + N) + seq
+        if any_hard(hard_ptr, (batch * T + first) // C, segment_size // C) != HARD:
+            return
 
     offs_k = tl.arange(0, BLOCK_K)
     k_ptr += batch * stride_k_b + head_k * stride_k_h
@@ -247,14 +254,7 @@ def prefill_segments_kernel(
     # the transition is the same recurrence from the identity, with no values
     S = tl.where(transition & (offs_v[:, None] == offs_k[None, :]), 1.0, 0.0)
     stop = first + segment_size
-    if hard_ptr is None:
-        S = walk_through(
-            S, first, stop, False, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr,
-            batch, head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V, BLOCK_K,
-            BLOCK_V, STAGES, PRECISION,
-        )  # fmt: skip
-    else:
-        hard_ptr += head_v * (tokens // C + N) + seq
+    if HARD:
         t = first
         while t < stop:
             marks = load_marks(hard_ptr, (batch * T + t) // C, (stop - t) // C)
@@ -263,17 +263,23 @@ def prefill_segments_kernel(
             if easy == 0:
                 until = t + run_of(marks, 1) * C
                 S = walk_through(
-                    S, t, until, True, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr,
-                    batch, head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
+                    S, t, until, True, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
+                    head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
                     BLOCK_K, BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             else:
                 S = walk_through(
-                    S, t, until, False, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr,
-                    batch, head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
+                    S, t, until, False, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
+                    head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
                     BLOCK_K, BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             t = until
+    else:
+        S = walk_through(
+            S, first, stop, False, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
+            head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V, BLOCK_K,
+            BLOCK_V, STAGES, PRECISION,
+        )  # fmt: skip
     columns = tl.where(transition, K, V)
     at = tl.where(transition, V, 0) + offs_v[:, None] + offs_k[None, :] * (V + K)
     tl.store(joined_ptr + at, S, mask=(offs_v < columns)[:, None] & (offs_k < K)[None, :])
