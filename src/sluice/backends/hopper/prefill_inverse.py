@@ -8,7 +8,8 @@ thread, so that a step is one multiply-add and no thread waits for another; then
 
 in float16 products with float32 sums, of the blocks that are not zero: E_ij for i > j, (E²)_ij for
 i > j + 1. E is no small number, but E² already is a sum over 16 tokens of bounded terms, at most
-two such sums long, so nothing cancels (docs/numerics.md); a series over single tokens would.
+two such sums long, so nothing cancels (docs/numerics.md); a series over single tokens would. The X
+on the right is two terms: where keys repeat, its rounding would add up over tokens.
 
 A warp has a head from beginning to end, in registers: an accumulator of a 16 x 16 product is laid
 out as a left factor, and its transpose as a right one. Only K Kᵀ and X pass through shared memory.
@@ -175,10 +176,13 @@ def invert(
     none = gl.zeros([4, 16, 16], gl.float32, acc)
     x_smem.store(invert_diagonal(d_smem, b_smem, KH))
     X_t = ()
+    rest_t = ()  # of X_t: what float16 leaves
     for b in gl.static_range(3):
-        x = X.index(b).permute((0, 1, 3, 2)).load(upright).to(gl.float16)
+        x = X.index(b).permute((0, 1, 3, 2)).load(upright)
         x = gl.permute(gl.reshape(x, [4, 4, 2, 2, 16]), (0, 2, 1, 3, 4))
-        X_t = X_t + (gl.reshape(x, [4, 16, 16]),)
+        x = gl.reshape(x, [4, 16, 16])
+        X_t = X_t + (x.to(gl.float16),)
+        rest_t = rest_t + ((x - X_t[b].to(gl.float32)).to(gl.float16),)
     E = ()  # -E_ij
     E_t = ()
     for i in gl.static_range(1, 4):
@@ -194,14 +198,14 @@ def invert(
     F20 = product(E[2], E_t[0], none).to(gl.float16)
     F31 = product(E[5], E_t[2], none).to(gl.float16)
     F30 = product(E[5], E_t[1], product(E[4], E_t[0], none)).to(gl.float16)
-    Y20 = product(F20, X_t[0], none)
-    Y31 = product(F31, X_t[1], none)
-    Y30 = product(F30, X_t[0], none)
+    Y20 = product(F20, X_t[0], product(F20, rest_t[0], none))
+    Y31 = product(F31, X_t[1], product(F31, rest_t[1], none))
+    Y30 = product(F30, X_t[0], product(F30, rest_t[0], none))
     Y20_t = product(X_t[0], F20, none).to(gl.float16)
-    A10 = product(E[0], X_t[0], none)
-    A20 = product(E[1], X_t[0], Y20)
-    A21 = product(E[2], X_t[1], none)
-    A30 = product(E[3], X_t[0], product(E[5], Y20_t, Y30))
-    A31 = product(E[4], X_t[1], Y31)
-    A32 = product(E[5], X_t[2], none)
+    A10 = product(E[0], X_t[0], product(E[0], rest_t[0], none))
+    A20 = product(E[1], X_t[0], product(E[1], rest_t[0], Y20))
+    A21 = product(E[2], X_t[1], product(E[2], rest_t[1], none))
+    A30 = product(E[3], X_t[0], product(E[3], rest_t[0], product(E[5], Y20_t, Y30)))
+    A31 = product(E[4], X_t[1], product(E[4], rest_t[1], Y31))
+    A32 = product(E[5], X_t[2], product(E[5], rest_t[2], none))
     return A10, A20, A21, A30, A31, A32
