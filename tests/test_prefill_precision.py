@@ -221,6 +221,23 @@ def test_chunks_of_equal_keys_among_others(backend, segment, monkeypatch):
     assert max(errors(state, exact_state, 0)) <= AIM
 
 
+@pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+@pytest.mark.parametrize("backend", backends("prefill"))
+def test_hard_and_ordinary_chunks_take_turns(backend):
+    """Without checkpoints, which not every backend takes: each kind behind each, a partial end."""
+    torch.manual_seed(1)
+    kinds = ["independent", "identical", "independent", "independent", "identical", "identical"]
+    kinds = (kinds * 4 if ON_GPU else kinds) + ["independent"]
+    keys = [torch.cat([nearly_repeated(kind, 64) for kind in kinds])[:-30] for _ in range(2)]
+    call = call_of(keys, (0.9,), torch.bfloat16)
+    call["g"] = -0.01 * torch.rand(call["beta"].shape, device=DEVICE)
+    exact_o, exact_state = oracle.delta(**call)
+    o, state = found_by(backend, call)
+    for found, exact in zip(o.split(64, dim=1), exact_o.split(64, dim=1), strict=True):
+        assert relative_error(found.cpu(), exact.cpu()) <= AIM
+    assert max(errors(state, exact_state, 1)) <= AIM
+
+
 def cut_by_triton(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's plan cuts sequences so; its programs look two chunks ahead where that can be set."""
     import triton.language as tl
