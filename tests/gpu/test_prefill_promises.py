@@ -167,6 +167,24 @@ def test_a_row_does_not_depend_on_its_batch_when_asked(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_long_prompt_is_its_parts_one_after_the_other(backend):
+    """More chunks than the kernels look ahead for hard ones (256), and some that are."""
+    whole = Prompts([20_000], 2, 4)
+    for begin in (6_400, 12_736, 17_000):
+        whole.tokens["k"][begin : begin + 200] = whole.tokens["k"][begin]
+    o, pool = whole.once(backend, batch_invariant=True)
+    before, found = whole.pool, []
+    for begin, end in itertools.pairwise((0, 6_464, 12_800, 20_000)):
+        part = Prompts([end - begin], 2, 4)
+        part.tokens = {name: x[begin:end].clone() for name, x in whole.tokens.items()}
+        part.rates, part.pool = whole.rates, before
+        o_part, before = part.once(backend, batch_invariant=True)
+        found.append(o_part)
+    compare.assert_same_bits(torch.cat(found), o, "o")
+    compare.assert_same_bits(before[1], pool[1], "state")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_row_5_tokens_past_two_to_the_31_elements(backend):
     """A short sequence whose values and outputs lie beyond 2**31 elements."""
     HK, HV, far, length = 1, 8, 2**21 + 64, 300
