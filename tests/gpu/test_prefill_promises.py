@@ -147,10 +147,11 @@ def test_two_streams_at_once_have_the_bits_of_one(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_does_not_depend_on_its_batch_when_asked(backend):
     """Its own length alone decides, whatever the others' and however many heads there are."""
-    prompts = Prompts([2000, 300, 4000], 4, 8)
+    lengths = [2000, 300, 50, 4000, 1]
+    prompts = Prompts(lengths, 4, 8)
     o, pool = prompts.once(backend, batch_invariant=True)
     start = 0
-    for i, length in enumerate([2000, 300, 4000]):
+    for i, length in enumerate(lengths):
         alone = Prompts([length], 4, 8)
         alone.tokens = {n: x[start : start + length] for n, x in prompts.tokens.items()}
         alone.rates, alone.pool = prompts.rates, prompts.pool[i : i + 3]
