@@ -111,9 +111,12 @@ def nearly_repeated(kind: str, tokens: int, K: int = 128) -> Tensor:
     return torch.nn.functional.normalize(near, dim=-1)
 
 
-def call_of(keys: list[Tensor], betas: tuple[float | None, ...], dtype: torch.dtype) -> Any:
+def call_of(
+    keys: list[Tensor], betas: tuple[float | None, ...], dtype: torch.dtype, V: int = 0
+) -> Any:
     """A call with these key heads, and for each of them one value head for each of ``betas``."""
-    K, V, tokens = 128, 128 if ON_GPU else 32, len(keys[0])
+    tokens, K = keys[0].shape
+    V = V or (128 if ON_GPU else 32)
     HK, HV = len(keys), len(keys) * len(betas)
     q = torch.nn.functional.normalize(torch.randn(1, tokens, HK, K), dim=-1)
     beta = torch.rand(1, tokens, HV)
@@ -191,6 +194,20 @@ def test_a_short_last_chunk_of_equal_keys_is_as_exact(backend):
     for i, (begin, end) in enumerate(pairwise(ends.tolist())):
         assert max(errors(o[:, begin:end], exact_o[:, begin:end], 2)) <= AIM, LENGTHS[i]
         assert max(errors(state[i], exact_state[i], 0)) <= AIM, LENGTHS[i]
+
+
+@pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (256, 128), (48, 80)])
+@pytest.mark.parametrize("backend", backends("prefill"))
+def test_equal_keys_of_other_sizes(backend, K, V):
+    """Where kernels have other plans, and hold other parts of a state."""
+    torch.manual_seed(0)
+    keys = [nearly_repeated(kind, 150, K) for kind in ("identical", "every 4")]
+    call = call_of(keys, (0.9,), torch.bfloat16, V)
+    exact_o, exact_state = oracle.delta(**call)
+    o, state = found_by(backend, call)
+    assert max(errors(o, exact_o, 2)) <= AIM
+    assert max(errors(state, exact_state, 1)) <= AIM
 
 
 @pytest.mark.usefixtures("bfloat16_in_the_interpreter")
