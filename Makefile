@@ -56,7 +56,8 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract in every dtype, what is promised on a GPU, and transformers, on this GPU
 	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
-	  tests/test_prefill_*.py tests/integrations/test_transformers*.py --deselect tests/gpu/test_cross_compile.py $(PYTEST_ARGS)
+	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
+	  --deselect tests/gpu/test_cross_compile.py $(PYTEST_ARGS)
 
 sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
 	for tool in memcheck synccheck initcheck; do \
