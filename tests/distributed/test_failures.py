@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sluice.contract.errors import ContractError
@@ -57,6 +58,7 @@ def lose_a_rank(rank, size, how):
     ranks = Ranks(timeout=TIMEOUT)
     split = Split.even(64 * size, size, (0, 64 * size))
     layer = parallelize(small_layer(), None, ranks=ranks) if "layer" in how else None
+    dist.barrier()  # all have connected: who is lost now is lost to all
     lost = rank == size - 1
     if lost and how in ("before", "before layer"):
         os._exit(7)
