@@ -62,18 +62,18 @@ def compensated(Ag: Tensor, gc: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """How beta, Ag, W, and Vd for the state are rounded."""
+    """How Ag, W, and Vd for the state are rounded; whether W has beta, or Ag."""
 
-    beta: Round
+    late_beta: bool
     Ag: Callable[[Tensor, Tensor], Tensor]
     W: Round
     Vd: Round
 
 
 WAYS = {
-    "bfloat16": Way(lambda x: x, lambda x, _: bf16(x), bf16, bf16),
-    "ordinary": Way(bf16, lambda x, _: bf16(x), bf16, bf16),
-    "hard": Way(bf16, compensated, f16, two_bf16),
+    "bfloat16": Way(False, lambda x, _: bf16(x), bf16, bf16),
+    "ordinary": Way(True, lambda x, _: bf16(x), bf16, bf16),
+    "hard": Way(True, compensated, f16, two_bf16),
 }
 
 
@@ -107,15 +107,17 @@ def chunked(
     way: Way, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     S, o = torch.zeros(SIZE, SIZE).double(), []
-    for chunk in zip(*(x.split(C) for x in (q, k, v, g, way.beta(beta))), strict=True):
+    for chunk in zip(*(x.split(C) for x in (q, k, v, g, beta)), strict=True):
         q_c, k_c, v_c, g_c, beta_c = chunk
         gc = g_c.cumsum(0)
         G = torch.exp(gc[:, None] - gc[None, :]).tril()
         M = (beta_c[:, None] * (k_c @ k_c.T)).tril(-1)
         A = torch.linalg.inv(torch.eye(len(gc)).double() + M)
         low, past = bf16(S), gc.exp()[:, None]
-        Ag = way.Ag(G * A * beta_c, gc)
-        Vd = (Ag @ way.W(v_c - past * (k_c @ low))).float().double()
+        W = v_c - past * (k_c @ low)
+        Ag = G * A if way.late_beta else G * A * beta_c
+        W = beta_c[:, None] * W if way.late_beta else W
+        Vd = (way.Ag(Ag, gc) @ way.W(W)).float().double()
         P = f16((G * (q_c @ k_c.T)).T).T
         o.append(bf16(past * (q_c @ low) + P @ f16(Vd)))
         S = gc[-1].exp() * S + k_c.T @ way.Vd((gc[-1] - gc).exp()[:, None] * Vd)

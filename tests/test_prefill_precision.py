@@ -176,6 +176,22 @@ def test_outputs_and_states_of_nearly_repeated_keys(backend, way, dtype):
     assert not [line for line in found if not max(line[1:]) <= AIM]
 
 
+@pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+@pytest.mark.parametrize("kind", ["independent", "cosine 0.98"])
+@pytest.mark.parametrize(
+    ("dtype", "beta", "aim"), [(torch.bfloat16, 0.7011, 4e-4), (torch.float16, 0.70093, 1e-4)]
+)
+@pytest.mark.parametrize("backend", backends("prefill"))
+def test_beta_keeps_the_bits_the_inputs_have_not(backend, dtype, beta, aim, kind):
+    """Rounded to the inputs' type, these betas would be 2.6e-3 and 3.5e-4 off, and the state."""
+    torch.manual_seed(0)
+    call = call_of([nearly_repeated(kind, 128)], (beta,), dtype)
+    _, exact = oracle.delta(**call)
+    _, found = found_by(backend, call)
+    share = (found.cpu().double() * exact.cpu()).sum() / exact.cpu().square().sum()
+    assert abs(share - 1) <= aim
+
+
 LENGTHS = (75, 66, 11, 5, 2, 1, 64)
 
 

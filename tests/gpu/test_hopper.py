@@ -23,7 +23,7 @@ from tests.gpu.cross import resources, sass
 
 C, K = 64, 128
 HEADS = {"HQ": 16, "HK": 16, "HV": 32, "K": K, "V": K, "HEADS": 2}
-FLOATS = {"g", "A_log", "dt_bias", "beta", "g2", "r_k", "joined", "state"}
+FLOATS = {"g", "A_log", "dt_bias", "beta", "b", "g2", "r_k", "joined", "state"}
 INDICES = {"slots": "*i64", "write_slots": "*i64", "has_state": "*i1", "cu_seqlens": "*i32"}
 INDICES["hard"] = "*i8"
 NO_NORM = {"r_k_ptr": None}

@@ -31,7 +31,7 @@ SPILLS = {
     "prefill_segments_kernel": 16,
     "prefill_key_kernel": 288,
 }
-SPILLS_HARD = {"prefill_state_kernel": 656, "prefill_segments_kernel": 96}
+SPILLS_HARD = {"prefill_state_kernel": 656, "prefill_segments_kernel": 104}
 SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 800}
 """Bytes of stack a thread: in general, of kernels for programs with hard chunks (between their two
 loops, mostly: see below), and with keys of 256, twice what the registers are meant for."""

@@ -111,6 +111,7 @@ class Parts(NamedTuple):
     """What the parallel half leaves for the serial one: tensors over B * T tokens."""
 
     a: Tensor  # [.., HV, C]: Ag
+    b: Tensor  # [HV, ..] float32: beta
     g2: Tensor | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
     r_k: Tensor | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
     hard: Tensor  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
@@ -122,6 +123,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
     assert t.beta is not None
     empty = functools.partial(torch.empty, dtype=torch.float32, device=p.device)
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype)
+    b = empty(p.HV, tokens)
     g2 = None if t.g is None else empty(p.HV, tokens)
     r_k = empty(p.HK, tokens) if p.normalize_qk else None
     hard = empty(p.HK, tokens, dtype=torch.int8)
@@ -135,6 +137,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
         dt_bias_ptr=dense(t.dt_bias),
         beta_ptr=t.beta,
         a_ptr=a,
+        b_ptr=b,
         g2_ptr=g2,
         r_k_ptr=r_k,
         hard_ptr=hard,
@@ -153,7 +156,7 @@ def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
         V=p.V,
         RAW_BETA=p.raw_gates,
     )
-    return Parts(a, g2, r_k, hard)
+    return Parts(a, b, g2, r_k, hard)
 
 
 def _states(
@@ -178,6 +181,7 @@ def _states(
         a_desc=_matrix(p, parts.a, CHUNK),
         o_desc=_matrix(p, t.out, ROWS),
         o_ptr=t.out,
+        b_ptr=parts.b,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,

@@ -4,15 +4,15 @@ It owns a chunk of C = 64 tokens of one or two key heads, makes K Kᵀ once, and
 four at a time, a warp each,
 
     A  = (I + M)⁻¹, M = strictLower(diag(beta) K Kᵀ)
-    Ag = (G ∘ A) diag(beta)                        G_ij = exp(gc_i - gc_j), i >= j
+    Ag = G ∘ A                                     G_ij = exp(gc_i - gc_j), i >= j
 
-with gc the cumulative log decay in the chunk (docs/kernels/chunked.md); A: prefill_inverse. Beta is
-rounded to the inputs' type first: so Ag has it as it is, and A is the inverse that belongs to it.
-An error of Ag alone would add up over tokens.
+with gc the cumulative log decay in the chunk (docs/kernels/chunked.md); A: prefill_inverse. Ag is
+an operand of 16 bits and has ones on its diagonal; beta as one of its factors would be rounded with
+it, by the same error in each token that has the same beta. It goes along in float32 instead.
 
-Where keys nearly repeat, that of its other elements would (docs/numerics.md): such a chunk is
-called hard, and its Ag kept in float16, whatever 16-bit type the inputs have. So is that of a chunk
-that is not whole: the serial half takes both by themselves.
+Where keys nearly repeat, errors of Ag add up over tokens (docs/numerics.md): such a chunk is called
+hard, and its Ag kept in float16, whatever 16-bit type the inputs have. So is that of a chunk that
+is not whole: the serial half takes both by themselves.
 """
 
 # ruff: noqa: RUF005, SIM102 (what a kernel may not say)
@@ -81,7 +81,7 @@ def softplus(x):
 def gather_gates(
     g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, head, heads, count, beta_scale,
     stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R: gl.constexpr, KH: gl.constexpr,
-    RAW_BETA: gl.constexpr, dtype: gl.constexpr,
+    RAW_BETA: gl.constexpr,
 ):  # fmt: skip
     """Cumulative log2 decays and betas of four value heads from ``head`` on, a warp a head.
 
@@ -110,7 +110,6 @@ def gather_gates(
         g_smem.store(gl.permute(gl.reshape(g2, [KH, H, 4, 16]), (2, 0, 1, 3)))
     if RAW_BETA:
         beta = gl.where(on, sigmoid(beta) * beta_scale, 0.0)
-    beta = beta.to(dtype).to(gl.float32)
     b_smem.store(gl.permute(gl.reshape(beta, [KH, H, 4, 16]), (2, 0, 1, 3)))
 
 
@@ -157,7 +156,7 @@ def zero_rows(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store_inverse(
-    a_ptr, A, X, g_rows, b_rows, hard, count, heads, quads: gl.constexpr,
+    a_ptr, A, X, g_rows, hard, count, heads, quads: gl.constexpr,
     HV: gl.constexpr, R: gl.constexpr, KH: gl.constexpr, DECAY: gl.constexpr, HARD: gl.constexpr,
 ):  # fmt: skip
     """Ag of four value heads, block by block of [16, 16], zeros above the diagonal.
@@ -192,7 +191,6 @@ def store_inverse(
                     a = X.index(i).load(quads)
                 else:
                     a = unmixed(A[i * (i - 1) // 2 + j], quads, KH)
-                a = a * gl.expand_dims(b_rows.index(j).load(by_column), 2)
                 if DECAY:
                     g = g_i - gl.expand_dims(g_rows.index(j).load(by_column), 2)
                     if i == j:
@@ -214,6 +212,7 @@ def hopper_chunks_kernel(
     dt_bias_ptr,  # [HV]; None: 0
     beta_ptr,  # [B, T, HV]
     a_ptr,  # [B * T, HV, C]: Ag
+    b_ptr,  # [HV, B * T] float32: beta
     g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths; None without norm
     hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
@@ -229,7 +228,7 @@ def hopper_chunks_kernel(
     stride_beta_t,
     stride_beta_h,
     stride_o_t,
-    stride_gates_h,  # of g2, r_k and hard
+    stride_gates_h,  # of b, g2, r_k and hard
     HK: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -312,7 +311,6 @@ def hopper_chunks_kernel(
         gather_gates(
             g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, group * (KH * R), R, count,
             beta_scale, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R, KH, RAW_BETA,
-            dtype,
         )  # fmt: skip
         i = gl.expand_dims(gl.arange(0, C, by_row), 1)
         j = gl.expand_dims(gl.arange(0, C, by_column), 0)
@@ -358,21 +356,22 @@ def hopper_chunks_kernel(
                     gather_gates(
                         g_ptr, A_log_ptr, dt_bias_ptr, beta_ptr, g_smem, b_smem, head, heads, count,
                         beta_scale, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h, R, KH,
-                        RAW_BETA, dtype,
+                        RAW_BETA,
                     )  # fmt: skip
                     barrier()
+            at = head.to(gl.int64) * stride_gates_h + row
+            store_rows(b_ptr + at, b_smem, count, heads, stride_gates_h, R, KH)
             if g_ptr is not None:
-                at = head.to(gl.int64) * stride_gates_h + row
                 store_rows(g2_ptr + at, g_smem, count, heads, stride_gates_h, R, KH)
             A = invert(kk_smem, d_smem, b_smem, x_smem, X, b_rows, quads, upright, KH)
             target = a_ptr + (tokens * HV + head) * C
             if some:
                 store_inverse(
-                    target, A, X, g_rows, b_rows, hard, count, heads, quads, HV, R, KH,
+                    target, A, X, g_rows, hard, count, heads, quads, HV, R, KH,
                     g_ptr is not None, True,
                 )  # fmt: skip
             else:
                 store_inverse(
-                    target, A, X, g_rows, b_rows, hard, count, heads, quads, HV, R, KH,
+                    target, A, X, g_rows, hard, count, heads, quads, HV, R, KH,
                     g_ptr is not None, False,
                 )  # fmt: skip

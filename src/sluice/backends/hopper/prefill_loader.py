@@ -74,12 +74,12 @@ def copy_rows(desc, smem, row, column, bar, K: gl.constexpr):
 
 @gluon.jit
 def make_factors(gates, t, count, stage):
-    """The gates of a chunk, and what follows from them: factors of U, of Vd for the state, of S.
+    """The gates of a chunk, and what follows from them: factors of V, U, Vd for the state, and S.
 
     The chunk's tokens begin at ``t``; ``count`` and no more belong to it. Behind them the decay
     stays.
     """
-    g2_ptr, r_k_ptr, g2, r_k, past, to_end, whole, gated = gates
+    b_ptr, g2_ptr, r_k_ptr, b, g2, r_k, past, to_end, whole, gated = gates
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = gl.minimum(count, C_TOKENS)
     at = gl.minimum(gl.arange(0, C_TOKENS, layout), count - 1)
@@ -100,7 +100,9 @@ def make_factors(gates, t, count, stage):
         from_start = from_start * lengths
         behind = behind * lengths
         r_k.index(stage).store(lengths)
-    past.index(stage).store(from_start)
+    beta = gl.load(b_ptr + t + at)
+    b.index(stage).store(beta)
+    past.index(stage).store(from_start * beta)
     to_end.index(stage).store(behind)
     whole.index(stage).store(through)
     barrier()

@@ -4,7 +4,7 @@ Per chunk of C = 64 tokens, with Sᵀ [64, K] the left operand of every product 
 nothing of it goes through shared memory (docs/kernels/chunked.md):
 
     Uᵀ  = Sᵀ Kᵀ
-    Wᵀ  = Vᵀ - e^gc Uᵀ
+    Wᵀ  = beta Vᵀ - beta e^gc Uᵀ
     Vdᵀ = Wᵀ Agᵀ
     Oᵀ  = scale (e^gc Sᵀ Qᵀ + Vdᵀ Pᵀ)
     Sᵀ <- e^gl Sᵀ + (e^(gl - gc) Vdᵀ) K
@@ -39,6 +39,7 @@ def hopper_state_kernel(
     a_desc,  # [B * T, HV * C], block [C, C]: Ag
     o_desc,  # [B * T, HV * V], block [C, 64]
     o_ptr,  # the same
+    b_ptr,  # [HV, B * T] float32: beta
     g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths; None without norm
     hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
@@ -54,7 +55,7 @@ def hopper_state_kernel(
     pad_slot,
     segment_size,
     stride_o_t,
-    stride_gates_h,  # of g2, r_k and hard
+    stride_gates_h,  # of b, g2, r_k and hard
     stride_state_p,
     HQ: gl.constexpr,
     HK: gl.constexpr,
@@ -100,6 +101,7 @@ def hopper_state_kernel(
 
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
+    b_ptr += head_v.to(gl.int64) * stride_gates_h
     if g2_ptr is not None:
         g2_ptr += head_v.to(gl.int64) * stride_gates_h
     if r_k_ptr is not None:
@@ -125,7 +127,8 @@ def hopper_state_kernel(
     read = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
     lift = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
     whole = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
-    factors = (past, to_end, read, lift, whole)
+    b = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
+    factors = (b, past, to_end, read, lift, whole)
     r_q = gl.allocate_shared_memory(gl.float32, [C], plain)
     g2 = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
     r_k = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, C], plain)
@@ -167,7 +170,7 @@ def hopper_state_kernel(
         q_desc, k_desc, v_desc, a_desc, kq_bufs, v_bufs, a_bufs, ready, free, row,
         gl.where(live, tokens, 0), head_q * K, head_k * K, head_v * C, column_v, values != 0,
     )  # fmt: skip
-    gates = (g2_ptr, r_k_ptr, g2, r_k, past, to_end, whole, gated)
+    gates = (b_ptr, g2_ptr, r_k_ptr, b, g2, r_k, past, to_end, whole, gated)
     ahead = (tiles, g2, r_k, r_q, read, lift, p_bufs, gated, made, scale, r_k_ptr)
     work = (
         kq_bufs, v_bufs, a_bufs, p_bufs, o_bufs, factors, ready, made, free, turn, o_desc,

@@ -91,7 +91,7 @@ def consume(
     left_c: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_c, k_width=2)
     left_k: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_k, k_width=2)
     by_token: gl.constexpr = gl.SliceLayout(0, acc_c)
-    past, to_end, read, lift, whole = factors
+    b, past, to_end, read, lift, whole = factors
     none = gl.zeros([ROWS, C], gl.float32, acc_c)
     start = none
     if OUTPUT:
@@ -149,6 +149,7 @@ def consume(
                 v = v_bufs.index(stage * HALVES + HALF).permute((1, 0)).load(acc_c).to(gl.float32)
                 if not OUTPUT:
                     v = gl.where(given, v, 0.0)
+                v = v * gl.expand_dims(b.index(stage).load(by_token), 0)
                 decay = past.index(stage).load(by_token)
                 for i in range(run):
                     if HALVES == 2:  # in turns: one computes where the other has the tensor cores
@@ -216,9 +217,14 @@ def consume(
                     if not OUTPUT:
                         v = gl.where(given, v, 0.0)
                     mbarrier.wait(made.index(next_stage), phase, pred=i + 1 < run)
-                    decay = past.index(next_stage).load(by_token)
-                    stage = next_stage
+                    if HALVES == 1:
+                        v = v * gl.expand_dims(b.index(next_stage).load(by_token), 0)
+                        decay = past.index(next_stage).load(by_token)
                     u = warpgroup_mma_wait(0, deps=[u])
+                    if HALVES == 2:  # only now are there registers for it
+                        v = v * gl.expand_dims(b.index(next_stage).load(by_token), 0)
+                        decay = past.index(next_stage).load(by_token)
+                    stage = next_stage
                 chunk += run
                 turns += run
         if OUTPUT:
@@ -248,7 +254,7 @@ def hard_chunk(
     dtype: gl.constexpr = kq_smem.dtype
     by_token: gl.constexpr = gl.SliceLayout(0, acc_c)
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
-    past, to_end, read, lift, whole = factors
+    b, past, to_end, read, lift, whole = factors
     s_left = gl.convert_layout(s, left_c).to(dtype)
     u = warpgroup_mma(s_left, kq_smem.permute((1, 0)), start, use_acc=False)
     o = u
@@ -257,7 +263,8 @@ def hard_chunk(
     v = v_smem.permute((1, 0)).load(acc_c).to(gl.float32)
     if not OUTPUT:
         v = gl.where(given, v, 0.0)
-    w = v - u * gl.expand_dims(past.index(stage).load(by_token), 0)
+    w = v * gl.expand_dims(b.index(stage).load(by_token), 0)
+    w = w - u * gl.expand_dims(past.index(stage).load(by_token), 0)
     w_left, _, down = scaled(w, left_c)
     a_half = a_smem._reinterpret(gl.float16, [C, C], half).permute((1, 0))
     none = gl.zeros([ROWS, C], gl.float32, acc_c)

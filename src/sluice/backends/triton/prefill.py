@@ -207,6 +207,7 @@ class Parts(NamedTuple):
     """What the parallel half leaves for the serial one: tensors over B * T tokens."""
 
     a: Tensor | None  # [.., HV, C]: Ag; None without beta
+    b: Tensor | None  # [HV, ..] float32: beta; None without
     hard: Tensor | None  # [HV, chunks] int32; None without beta, and with float32 inputs
     p: Tensor  # [.., HO, C]: scale P, over lift; float16, or float32 as the inputs
     lift: Tensor | None  # [HO, ..] float32, by chunk: powers of two; None with float32 inputs
@@ -225,6 +226,7 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
     a = empty(tokens, p.HV, CHUNK, dtype=p.dtype) if p.delta else None
     products = empty(tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16)
     vector = functools.partial(empty, dtype=torch.float32)
+    b = vector(p.HV, tokens) if p.delta else None
     hard = None
     if p.delta and not exact:
         hard = empty(p.HV, tokens // CHUNK + p.N, dtype=torch.int32)
@@ -278,6 +280,7 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
             g2_ptr=g2,
             r_k_ptr=r_k,
             a_ptr=a,
+            b_ptr=b,
             hard_ptr=hard,
             beta_scale=2.0 if p.neg_eigval else 1.0,
             **sizes,
@@ -290,7 +293,7 @@ def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
             PRECISION=precision,
             RAW_BETA=p.raw_gates,
         )
-    return Parts(a, hard, products, lift, forget, keep, read, g2, r_k)
+    return Parts(a, b, hard, products, lift, forget, keep, read, g2, r_k)
 
 
 def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
@@ -307,6 +310,7 @@ def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
         "k_ptr": t.k,
         "v_ptr": t.v,
         "a_ptr": parts.a,
+        "b_ptr": parts.b,
         "hard_ptr": parts.hard,
         "forget_ptr": parts.forget,
         "keep_ptr": parts.keep,

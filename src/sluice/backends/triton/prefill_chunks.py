@@ -4,7 +4,7 @@ For a chunk of C = 64 tokens of one value head, docs/kernels/chunked.md:
 
     P  = lower(G ∘ Q Kᵀ)                           G_ij = exp(gc_i - gc_j), i >= j
     A  = (I + strictLower(diag(beta) K Kᵀ))⁻¹      gate-free, in blocks of 16 x 16 and products
-    Ag = (G ∘ A) diag(beta)
+    Ag = G ∘ A
 
 with gc the cumulative log decay in the chunk. Keys and queries are read as they are; with
 ``normalize_qk`` their inverse lengths are kept (one number a token) and multiplied in where needed.
@@ -14,12 +14,12 @@ repeat, O is a sum of terms that nearly cancel, and bfloat16 would lose two bits
 (docs/numerics.md). For float32 inputs it stays float32. What the serial half multiplies by token is
 kept beside it, one vector a head: it has no time to spare for exponentials.
 
-Beta is rounded to the inputs' type first: so Ag has it as it is, and A is the inverse that belongs
-to it. An error of Ag alone would add up over tokens. Where keys nearly repeat, that of its other
-elements would too. Chunks of such keys are *hard* (``repeats``), and marked so; the mark follows
-from a chunk's own keys: a row's bits do not depend on its neighbours. Their Ag is kept in float16,
-times 2⁸, in the same memory, and in each 16 rows the last one takes back what the rows above it
-lost. The rest is in prefill_walk.py.
+Ag is an operand of 16 bits, with ones on its diagonal. Beta as one of its factors would be rounded
+with it, by the same error in each token that has the same beta; it goes along in float32 instead.
+Where keys nearly repeat, errors of the other elements add up over tokens as well. Chunks of such
+keys are *hard* (``repeats``), and marked so; the mark follows from a chunk's own keys: a row's bits
+do not depend on its neighbours. Their Ag is kept in float16, times 2⁸, in the same memory, and in
+each 16 rows the last one takes back what the rows above it lost. The rest is in prefill_walk.py.
 
 For P one program owns one chunk of one key head and makes Q Kᵀ once for its value heads; for Ag one
 chunk of one value head: K Kᵀ made again costs less than registers to keep it in (H200: 56 against
@@ -360,7 +360,7 @@ def gated_block(X, g_i, g_j, SAME: tl.constexpr):
 
 
 @triton.jit
-def store_inverse(ptr, X, beta, g2, t, end, stride_t, HARD: tl.constexpr):
+def store_inverse(ptr, X, g2, t, end, stride_t, HARD: tl.constexpr):
     """Store a chunk's Ag from the blocks X of A: the rows before ``end``."""
     offs = tl.arange(0, 16)
     for i in tl.static_range(4):
@@ -370,7 +370,6 @@ def store_inverse(ptr, X, beta, g2, t, end, stride_t, HARD: tl.constexpr):
             block = tl.zeros([16, 16], tl.float32)
             if j <= i:
                 block = gated_block(X[i * (i + 1) // 2 + j], g2[i], g2[j], i == j)
-                block = block * beta[j][None, :]
             if HARD:
                 block = settled(block, g2[i], last).to(ptr.dtype.element_ty, bitcast=True)
             at = ptr + offs_t[:, None] * stride_t + 16 * j + offs[None, :]
@@ -427,6 +426,7 @@ def prefill_inverse_kernel(
     g2_ptr,  # [HV, B * T] float32; None without g
     r_k_ptr,  # [B * T, HK] float32; None without norm
     a_ptr,  # [B * T, HV, C]: Ag
+    b_ptr,  # [HV, B * T] float32: beta
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: it makes no difference
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     beta_scale,
@@ -480,10 +480,9 @@ def prefill_inverse_kernel(
         b = b.to(tl.float32)
         if RAW_BETA:
             b = tl.where(mask, tl.sigmoid(b) * beta_scale, 0.0)
-        if a_ptr.dtype.element_ty != tl.float32:
-            b = b.to(a_ptr.dtype.element_ty).to(tl.float32)
         beta = beta + (b,)
         in_head = head_v.to(tl.int64) * tokens + token + 16 * i + offs
+        tl.store(b_ptr + in_head, b, mask=mask)
         g = tl.zeros([16], tl.float32)
         if g2_ptr is not None:
             g = tl.load(g2_ptr + in_head, mask=mask, other=0.0)
@@ -491,12 +490,12 @@ def prefill_inverse_kernel(
     X = merged_inverse(kk, beta, PRECISION)
     a_ptr += ((token - t) * HV + head_v) * C
     if hard_ptr is None:
-        store_inverse(a_ptr, X, beta, g2, t, end, HV * C, False)
+        store_inverse(a_ptr, X, g2, t, end, HV * C, False)
     else:
         hard = repeats(kk, tl.minimum(end - t, C))
         hard_ptr += head_v * (tokens // C + N) + token // C + seq
         tl.store(hard_ptr, hard.to(tl.int32))
         if hard:
-            store_inverse(a_ptr, X, beta, g2, t, end, HV * C, True)
+            store_inverse(a_ptr, X, g2, t, end, HV * C, True)
         else:
-            store_inverse(a_ptr, X, beta, g2, t, end, HV * C, False)
+            store_inverse(a_ptr, X, g2, t, end, HV * C, False)

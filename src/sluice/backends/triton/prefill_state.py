@@ -32,6 +32,7 @@ def prefill_state_kernel(
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
     a_ptr,  # [B * T, HV, C]; None without beta
+    b_ptr,  # [HV, B * T] float32: beta; None without
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: none is
     p_ptr,  # [B * T, HO, C]: scale P, over lift
     lift_ptr,  # [HO, B * T] float32, at the first token of a chunk; None: ones
@@ -159,26 +160,26 @@ def prefill_state_kernel(
             if easy == 0:
                 until = tl.minimum(t + run_of(marks, 1) * C, stop)
                 S = walk(
-                    S, t, until, True, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr, forget_ptr,
-                    keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
-                    checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v,
-                    pid_v, T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t,
-                    stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ, HK, HV, K, V, BLOCK_K,
-                    BLOCK_V, STAGES, PRECISION,
+                    S, t, until, True, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, p_ptr, lift_ptr,
+                    forget_ptr, keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr,
+                    checkpoint_slots_ptr, checkpoint_positions_ptr, in_pool, tile, scale, seq,
+                    batch, start, end, head_v, pid_v, T, tokens, M, every, pad_slot, stride_q_t,
+                    stride_q_h, stride_k_t, stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ,
+                    HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             else:
                 S = walk(
-                    S, t, until, False, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr, forget_ptr,
-                    keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
-                    checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v,
-                    pid_v, T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t,
-                    stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ, HK, HV, K, V, BLOCK_K,
-                    BLOCK_V, STAGES, PRECISION,
+                    S, t, until, False, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, p_ptr, lift_ptr,
+                    forget_ptr, keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr,
+                    checkpoint_slots_ptr, checkpoint_positions_ptr, in_pool, tile, scale, seq,
+                    batch, start, end, head_v, pid_v, T, tokens, M, every, pad_slot, stride_q_t,
+                    stride_q_h, stride_k_t, stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ,
+                    HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             t = until
     else:
         S = walk(
-            S, first, stop, False, q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr, forget_ptr,
+            S, first, stop, False, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, p_ptr, lift_ptr, forget_ptr,
             keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
             checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v,
             pid_v, T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t,
@@ -200,6 +201,7 @@ def prefill_segments_kernel(
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
     a_ptr,  # [B * T, HV, C]; None without beta
+    b_ptr,  # [HV, B * T] float32: beta; None without
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: none is
     forget_ptr,  # [HV, B * T] float32; None: ones
     keep_ptr,  # [HV, B * T] float32; None: ones
@@ -263,20 +265,20 @@ def prefill_segments_kernel(
             if easy == 0:
                 until = t + run_of(marks, 1) * C
                 S = walk_through(
-                    S, t, until, True, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
-                    head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
+                    S, t, until, True, k_ptr, v_ptr, a_ptr, b_ptr, forget_ptr, keep_ptr, g2_ptr,
+                    batch, head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
                     BLOCK_K, BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             else:
                 S = walk_through(
-                    S, t, until, False, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
-                    head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
+                    S, t, until, False, k_ptr, v_ptr, a_ptr, b_ptr, forget_ptr, keep_ptr, g2_ptr,
+                    batch, head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
                     BLOCK_K, BLOCK_V, STAGES, PRECISION,
                 )  # fmt: skip
             t = until
     else:
         S = walk_through(
-            S, first, stop, False, k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
+            S, first, stop, False, k_ptr, v_ptr, a_ptr, b_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
             head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V, BLOCK_K,
             BLOCK_V, STAGES, PRECISION,
         )  # fmt: skip

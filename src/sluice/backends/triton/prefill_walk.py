@@ -2,7 +2,7 @@
 
 Per chunk of C = 64 tokens, docs/kernels/chunked.md:
 
-    W  = V - e^gc (K S)
+    W  = beta (V - e^gc K S)
     Vd = Ag W
     O  = scale (e^gc Q S + P Vd)
     S <- e^gl S + Kᵀ (e^(gl - gc) Vd)
@@ -93,7 +93,7 @@ def plus_values(x, v, one):
 
 @triton.jit
 def corrections(
-    S_low, k, v, one, a_ptr, forget, offs_c, rows,
+    S_low, k, v, one, a_ptr, b_ptr, forget, t, offs_f, offs_c, left,
     HV: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     HARD: tl.constexpr,
 ):  # fmt: skip
@@ -103,9 +103,11 @@ def corrections(
     else:
         if HARD:
             a_ptr = a_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
-        a = load_rows(a_ptr, offs_c, offs_c, HV * C, rows, C, C)
+        a_ptr += tl.cast(t, tl.int64) * (HV * C)
+        a = load_rows(a_ptr, offs_c, offs_c, HV * C, offs_c < left, C, C)
         u = tl.dot(S_low, tl.trans(k), input_precision=PRECISION)
-        w = plus_values(u * -forget[None, :], v, one)
+        beta = load_factors(b_ptr, t, offs_f, left)
+        w = plus_values(u * -forget[None, :], v, one) * beta[None, :]
         if HARD:
             up, down = powers(tl.max(tl.abs(w), axis=1), 80)
             vd = tl.dot((w * up[:, None]).to(tl.float16), tl.trans(a)) * (down[:, None] / 256)
@@ -177,7 +179,7 @@ def decay_between(g2_ptr, r_k_ptr, token, n, offs_c, HK: tl.constexpr):
 @triton.jit
 def walk(
     S, first, stop, HARD: tl.constexpr,
-    q_ptr, k_ptr, v_ptr, a_ptr, p_ptr, lift_ptr, forget_ptr, keep_ptr, read_ptr,
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, p_ptr, lift_ptr, forget_ptr, keep_ptr, read_ptr,
     g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr, checkpoint_positions_ptr,
     in_pool, tile, scale,
     seq, batch, start, end, head_v, pid_v, T, tokens, M, every, pad_slot,
@@ -202,9 +204,10 @@ def walk(
     q_ptr += first * stride_q_t
     o_ptr += first * stride_o_t
     p_ptr += token * (HO * C)
+    of_head = head_v.to(tl.int64) * tokens + token
     if a_ptr is not None:
         a_ptr += (token * HV + head_v) * C
-    of_head = head_v.to(tl.int64) * tokens + token
+        b_ptr += of_head
     if forget_ptr is not None:
         forget_ptr += of_head
         keep_ptr += of_head
@@ -221,12 +224,10 @@ def walk(
         v = load_rows(v_ptr + wide_t * stride_v_t, offs_c, offs_v, stride_v_t, rows, V, BLOCK_V)
         forget = load_factors(forget_ptr, t, offs_f, left)
         S_low = S.to(k.dtype)
-        a_at = a_ptr
-        if a_ptr is not None:
-            a_at += wide_t * (HV * C)
         vd = corrections(
-            S_low, k, v, one, a_at, forget, offs_c, rows, HV, C, BLOCK_V, PRECISION, HARD
-        )
+            S_low, k, v, one, a_ptr, b_ptr, forget, t, offs_f, offs_c, left,
+            HV, C, BLOCK_V, PRECISION, HARD,
+        )  # fmt: skip
         for reader in tl.static_range(READERS):
             head_o = head_v * READERS + reader
             q_at = q_ptr + (head_o * HQ // HO) * stride_q_h + wide_t * stride_q_t
@@ -275,7 +276,7 @@ def walk(
 @triton.jit
 def walk_through(
     S, first, stop, HARD: tl.constexpr,
-    k_ptr, v_ptr, a_ptr, forget_ptr, keep_ptr, g2_ptr, batch, head_v, transition,
+    k_ptr, v_ptr, a_ptr, b_ptr, forget_ptr, keep_ptr, g2_ptr, batch, head_v, transition,
     offs_v, T, tokens, stride_k_t, stride_v_t, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -290,9 +291,10 @@ def walk_through(
     token = batch * T + first  # of the workspace
     k_ptr += first * stride_k_t
     v_ptr += first * stride_v_t
+    of_head = head_v.to(tl.int64) * tokens + token
     if a_ptr is not None:
         a_ptr += (token * HV + head_v) * C
-    of_head = head_v.to(tl.int64) * tokens + token
+        b_ptr += of_head
     if forget_ptr is not None:
         forget_ptr += of_head
         keep_ptr += of_head
@@ -306,11 +308,8 @@ def walk_through(
         some = rows & (transition == 0)
         v = load_rows(v_ptr + wide_t * stride_v_t, offs_c, offs_v, stride_v_t, some, V, BLOCK_V)
         forget = load_factors(forget_ptr, t, offs_f, left)
-        a_at = a_ptr
-        if a_ptr is not None:
-            a_at += wide_t * (HV * C)
         vd = corrections(
-            S.to(k.dtype), k, v, one, a_at, forget, offs_c, rows,
+            S.to(k.dtype), k, v, one, a_ptr, b_ptr, forget, t, offs_f, offs_c, left,
             HV, C, BLOCK_V, PRECISION, HARD,
         )  # fmt: skip
         keep = load_factors(keep_ptr, t, offs_f, left)
