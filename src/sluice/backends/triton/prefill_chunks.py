@@ -487,14 +487,15 @@ def prefill_inverse_kernel(
         if g2_ptr is not None:
             g = tl.load(g2_ptr + in_head, mask=mask, other=0.0)
         g2 = g2 + (g,)
-    X = merged_inverse(kk, beta, PRECISION)
     a_ptr += ((token - t) * HV + head_v) * C
     if hard_ptr is None:
+        X = merged_inverse(kk, beta, PRECISION)
         store_inverse(a_ptr, X, g2, t, end, HV * C, False)
     else:
-        hard = repeats(kk, tl.minimum(end - t, C))
+        hard = repeats(kk, tl.minimum(end - t, C))  # first: then the blocks of K Kᵀ are done with
         hard_ptr += head_v * (tokens // C + N) + token // C + seq
         tl.store(hard_ptr, hard.to(tl.int32))
+        X = merged_inverse(kk, beta, PRECISION)
         if hard:
             store_inverse(a_ptr, X, g2, t, end, HV * C, True)
         else:
