@@ -168,6 +168,7 @@ class _Forms:
                 yield self.form("prefill", f"{name} {N} x {T}", self.prefill, N, T, packed)
             yield self.form("causal_conv1d", name, self.causal_conv1d, *PROMPT, packed)
             yield self.form("conv_qkv", name, self.conv_qkv, *PROMPT, packed)
+        yield self.form("causal_conv1d", "8 x 1", self.causal_conv1d, 8, 1, False)
         yield self.form("rms_norm_gated", "", self.rms_norm_gated, PROMPT[1])
 
     def form(self, op: str, what: str, make: Callable[..., Call], *sizes: int) -> Form:

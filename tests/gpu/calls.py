@@ -83,6 +83,12 @@ class Model:
     def conv(self, T: int = 64) -> Any:
         return sluice.causal_conv1d(**self.packed(T))
 
+    def conv_of_one_token(self) -> Any:
+        known = torch.ones(2, dtype=torch.bool, device=self.device)
+        rows = {"slots": self.slots, "has_state": known}
+        x = self.zeros(2, 1, self.D)
+        return sluice.causal_conv1d(x, self.weight, state=self.window, **rows)
+
     def conv_qkv(self, T: int = 64) -> Any:
         gates = {"a": self.zeros(T, self.HV), "b": self.zeros(T, self.HV), **self.rates}
         heads = {"num_k_heads": self.HK, "num_v_heads": self.HV}
@@ -115,6 +121,7 @@ def production(device: str = "cpu") -> Iterator[tuple[str, Call]]:
     yield "step of 4 tokens, interleaved", lambda: one.step(4, "interleaved")
     model = Model(device=device)
     yield "conv", model.conv
+    yield "conv of one token", model.conv_of_one_token
     yield "conv_qkv", model.conv_qkv
     yield "conv_qkv, many tokens", lambda: model.conv_qkv(4200)
     yield "conv_qkv, one token a sequence", lambda: model.conv_qkv(2)

@@ -111,6 +111,7 @@ def _fitted(config: Config, K: int, V: int) -> Config:
 
 # causal_conv1d; the unit is the tokens of a sequence. H200, 2026-11-15.
 CONV: tuple[Row, ...] = (
+    Row(1, Config(num_warps=1, BLOCK_T=1, BLOCK_D=128, CHUNK=1)),
     Row(4, Config(num_warps=1, BLOCK_T=4, BLOCK_D=128, CHUNK=4)),
     Row(ANY, Config(num_warps=2, BLOCK_T=8, BLOCK_D=128, CHUNK=64, num_stages=3)),
 )

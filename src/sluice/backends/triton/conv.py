@@ -3,7 +3,8 @@
     y_t = act(bias + Σ_w weight_w x_(t - W + 1 + w))
 
 One program owns CHUNK tokens of one sequence × BLOCK_D channels, BLOCK_T at a time. A sequence's
-first block is the one that reads its window, and the one that writes it.
+first block is the one that reads its window, and the one that writes it. Where each sequence has
+one token, as in decode, all is window, and a kernel of its own has nothing else.
 """
 # ruff: noqa: SIM102 (what a kernel may not say, and constants decide)
 
@@ -21,6 +22,7 @@ from sluice.backends.triton.window import (
     FIRST,
     convolve,
     convolve_first,
+    convolve_one,
     find_sequence,
     load_weights,
     save_windows,
@@ -175,6 +177,54 @@ def conv_kernel(
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["N", "pad_slot"], do_not_specialize_on_alignment=UNALIGNED[:3])
+def conv_one_kernel(
+    x_ptr,  # [N, 1, D]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    state_ptr,  # [P, D, L], read and written, L >= W - 1
+    y_ptr,  # [N, 1, D]
+    slots_ptr,  # [N]; None: row i is sequence i
+    write_slots_ptr,  # [N]; None: slots
+    has_state_ptr,  # [N]; None: all have
+    N,
+    pad_slot,
+    stride_x_b,
+    stride_x_d,
+    stride_w_d,
+    stride_w_w,
+    stride_state_p,
+    stride_state_d,
+    stride_state_l,
+    stride_y_b,
+    stride_y_d,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SILU: tl.constexpr,
+    WRITE_STATE: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    begin()
+    pid = tl.program_id(0)
+    seq, _, _, _, _, live, slot, known, write_slot, kept = locate(
+        pid // COLUMNS, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1
+    )
+    offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    mask_d = offs_d < D
+    weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W)
+    rolled_ptr = None
+    if WRITE_STATE:
+        rolled_ptr = state_ptr + write_slot * stride_state_p
+    y = convolve_one(
+        x_ptr + seq * stride_x_b, weights, bias_ptr, state_ptr + slot * stride_state_p, rolled_ptr,
+        known, kept, offs_d, mask_d, stride_x_d, stride_state_d, stride_state_l, L, W, SILU,
+    )  # fmt: skip
+    y = tl.where(live, y, 0.0).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + seq * stride_y_b + offs_d[None, :] * stride_y_d, y, mask=mask_d[None, :])
+
+
 def blocks(p: ConvProblem, chunk: int) -> int:
     """How many blocks of tokens cover the call: see ``find_sequence``."""
     if p.varlen:
@@ -215,16 +265,25 @@ def shared(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> dict[str, Any]:
 
 def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
     """Serve ``causal_conv1d``."""
-    config = configs.conv(p.D, p.T // max(p.N, 1) if p.varlen else p.T)
+    common = {**shared(p, t), "y_ptr": t.out, **strides(t.out, "y", "btd"), "D": p.D}
+    if p.T == 1 and not p.varlen and p.L > 0 and t.state is not None and t.checkpoint_slots is None:
+        config = configs.conv(p.D, 1)
+        launch(
+            conv_one_kernel,
+            p.N * configs.blocks(p.D, config.BLOCK_D),
+            config,
+            p.device,
+            **{name: x for name, x in common.items() if name in conv_one_kernel.arg_names},
+            BLOCK_D=config.BLOCK_D,
+        )
+        return
+    config = configs.conv(p.D, max(2, p.T // max(p.N, 1) if p.varlen else p.T))
     launch(
         conv_kernel,
         blocks(p, config.CHUNK) * configs.blocks(p.D, config.BLOCK_D),
         config,
         p.device,
-        **shared(p, t),
-        y_ptr=t.out,
-        **strides(t.out, "y", "btd"),
-        D=p.D,
+        **common,
         CHUNK=config.CHUNK,
         STAGES=config.num_stages,
         BLOCK_T=config.BLOCK_T,

@@ -132,6 +132,47 @@ def convolve_first(
 
 
 @triton.jit
+def convolve_one(
+    x_ptr,
+    weights,
+    bias_ptr,
+    window_ptr,  # [D, L], read where ``known``
+    rolled_ptr,  # [D, L], written where ``kept``; may be the same. None: the window stays
+    known,
+    kept,
+    offs_d,
+    mask_d,
+    stride_x_d,
+    stride_window_d,
+    stride_window_l,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """The convolution of a sequence's only token, [1, BLOCK_D] in float32, and its window rolled.
+
+    ``convolve_first`` and ``roll_window`` in one, for a window of W - 1 columns or more, each of
+    which is read once.
+    """
+    x = tl.load(x_ptr + offs_d * stride_x_d, mask=mask_d, other=0.0)
+    columns = ()
+    for i in tl.static_range(L):
+        at = window_ptr + offs_d * stride_window_d + i * stride_window_l
+        columns = columns + (tl.load(at, mask=mask_d & known, other=0.0),)
+    taps = ()
+    for w in tl.static_range(W - 1):
+        taps = taps + (columns[L - W + 1 + w].to(tl.float32)[None, :],)
+    y = weigh(taps + (x.to(tl.float32)[None, :],), weights, bias_ptr, offs_d, mask_d, SILU)
+    if rolled_ptr is not None:
+        columns = columns + (x.to(columns[0].dtype),)
+        tl.debug_barrier()  # as in roll_window
+        for i in tl.static_range(L):
+            at = rolled_ptr + offs_d * stride_window_d + i * stride_window_l
+            tl.store(at, columns[i + 1], mask=mask_d & kept)
+    return y
+
+
+@triton.jit
 def roll_window(
     x_ptr,  # the sequence's first token
     window_ptr,  # [D, L], read where ``known``
