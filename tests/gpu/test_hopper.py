@@ -57,10 +57,10 @@ KERNELS = {
     ),
 }
 
-SPILLS = {"states, 128 columns": 272}
-"""Bytes a thread, of four groups of warps that share the registers of an SM; 160 where none are
-named. With Triton 3.6, with which the kernels run, it is 176, and a loop over chunks reads four of
-them; with 3.8, with which they only compile, 256."""
+SPILLS = {"states, 128 columns": 176}
+"""Bytes a thread, of four groups of warps that share the registers of an SM; 64 where none are
+named. With Triton 3.6, with which the kernels run, it is 144, none of it in a loop over chunks;
+with 3.8, with which they only compile, 168."""
 
 
 def kind(name: str, chunks: bool) -> str:
@@ -100,7 +100,7 @@ def test_a_kernel_compiles_for_hopper_and_fits(name):
         options["maxnreg"] = prefill.CHUNK_REGISTERS
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     used = resources(compiled)
-    assert used.spills <= SPILLS.get(name, 160)
+    assert used.spills <= SPILLS.get(name, 64)
     assert used.shared <= 227 * 1024
     code = sass(compiled)
     assert 0 < 2 * code.count("WARPGROUP.ARRIVE") < code.count("HGMMA")

@@ -238,7 +238,7 @@ def test_row_10_after_warmup_a_serving_process_compiles_nothing():
     for rows in (1, 3, 17, 90, 200):
         for tokens in (1, 3):
             sluice.decode(**served(layer.delta(slice(0, rows), tokens)), state=layer.state)
-    for lengths in ([77], [5000], [30000], [1000] * 5, [3, 90, 4000]):
+    for lengths in ([20], [1], [2] * 9, [77], [5000], [30000], [1000] * 5, [3, 90, 4000]):
         prompts = Prompts(lengths, 4, 8)
         rows = {"slots": prompts.slots, "cu_seqlens": prompts.bounds}
         new = torch.zeros(len(lengths), dtype=torch.bool, device="cuda")

@@ -75,11 +75,9 @@ def _width(p: DeltaProblem, segments: int, processors: int) -> int:
 def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``prefill``.
 
-    Calls without a whole chunk are Triton's (not with ``batch_invariant``: the same sequence may
-    come beside longer ones), and views whose rows TMA cannot reach (16-byte steps).
+    Calls without tokens are Triton's, and views whose rows TMA cannot reach (16-byte steps).
     """
-    short = p.T < CHUNK and not p.batch_invariant
-    if short or p.N == 0 or not all(map(_reachable, (t.q, t.k, t.v, t.out))):
+    if 0 in (p.N, p.T) or not all(map(_reachable, (t.q, t.k, t.v, t.out))):
         portable.prefill(p, t)
         return
     run(p, t, plan(p, portable.processors(p.device)))
