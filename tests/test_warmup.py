@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 
 import pytest
 import torch
@@ -55,3 +56,69 @@ def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
     assert heard == ["compile this", "compile that", "run", "done"]
     with dispatch.compiling("mps", [lambda: pytest.fail("not for this device")]):
         pass
+
+
+class Other:
+    """A process that compiles a part, and is waited for."""
+
+    def __init__(self, log: list[str], part: str) -> None:
+        self.log, self.part = log, part
+        log.append(f"start {part}")
+
+    def wait(self, timeout: float) -> None:
+        self.log.append(f"wait for {self.part}")
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_other_processes_compile_a_part_where_nothing_is_on_disk(monkeypatch, cold):
+    log: list[str] = []
+    monkeypatch.setattr(module, "COLD_SECONDS", 0.0 if cold else 1e9)
+    monkeypatch.setattr(module, "CORES", 1)
+    monkeypatch.setattr(module, "_beside", lambda part, argv: Other(log, part))
+    todo = list(module.forms(*WHAT))
+    served = module.run_with_others(todo, CPU, log.append, ["--model=tiny"])
+    assert sorted(served) == sorted(module.run(todo, CPU, None))
+    names = [form.name for form in todo]
+    theirs = [form.name for form in todo if form.part()] if cold else []
+    assert {form.part() for form in todo} == {*module.BESIDE, None}
+    own = [name for name in names if name not in theirs]
+    starts, waits = ([f"{what} {part}" for part in module.BESIDE] for what in ("start", "wait for"))
+    if not cold:
+        starts = waits = []
+    assert log == [own[0], *starts, *own[1:], *waits, *theirs]
+
+
+def test_a_process_that_cannot_start_leaves_its_part(monkeypatch):
+    def no(*_, **__):
+        raise OSError("no interpreter")
+
+    monkeypatch.setattr(module, "COLD_SECONDS", 0.0)
+    monkeypatch.setattr(module, "CORES", 1)
+    monkeypatch.setattr(module.subprocess, "Popen", no)
+    todo = list(module.forms(*WHAT))
+    assert len(module.run_with_others(todo, CPU, None, [])) == len(todo)
+
+
+def test_a_process_that_does_not_end_is_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    other = module.subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    module._wait(other)
+    assert other.wait(10) != 0
+
+
+def test_another_process_compiles_its_part_and_runs_nothing(monkeypatch):
+    """The command as it is started, but for the device."""
+    argv = ["--model=Qwen3.5-4B", "--tp=8", "--dtype=float32", "--device=cpu"]
+    assert module._beside("conv", argv).wait() == 0
+    assert module._beside("conv", [*argv, "--no-such-option"]).wait() != 0
+    compiled: list[int] = []
+
+    @contextlib.contextmanager
+    def compiling(device, calls):
+        compiled.append(len(list(calls)))
+        yield
+
+    monkeypatch.setattr(dispatch, "compiling", compiling)
+    todo = list(module.forms(*WHAT))
+    module.compile_part(todo, CPU, "conv")
+    assert compiled == [sum("conv" in form.name for form in todo)]

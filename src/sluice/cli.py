@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--dtype", choices=dtypes, default="bfloat16", help="(%(default)s)")
     warmup.add_argument("--state-dtype", choices=dtypes, default="float32", help="(%(default)s)")
     warmup.add_argument("--state-layout", choices=("vk", "kv"), default="vk", help="(%(default)s)")
+    warmup.add_argument("--part", help=argparse.SUPPRESS)  # only compile these: sluice.warmup
     warmup.set_defaults(command=_warmup)
 
     export = commands.add_parser(
@@ -152,10 +153,13 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0
 
 
+WARMUP = ("model", "tp", "dtype", "state-dtype", "state-layout")
+
+
 def _warmup(args: argparse.Namespace) -> int:
     import torch
 
-    from sluice.warmup import forms, warmup
+    from sluice.warmup import compile_part, forms, run, run_with_others
 
     if args.device is not None:
         _check_device(args.device)
@@ -168,8 +172,16 @@ def _warmup(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options["device"] = torch.device(device)
-    with progress(sum(1 for _ in forms(args.model, **options))) as step:
-        served = warmup(args.model, **options, progress=step)
+    todo = list(forms(args.model, **options))
+    if args.part is not None:
+        compile_part(todo, options["device"], args.part)
+        return 0
+    with progress(len(todo)) as step:
+        if options["device"].type == "cuda":
+            argv = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in WARMUP]
+            served = run_with_others(todo, options["device"], step, [*argv, f"--device={device}"])
+        else:
+            served = run(todo, options["device"], step)
     backends = sorted({backend for _, backend in served})
     seconds = time.perf_counter() - begin
     print(f"{len(served)} forms compiled and run in {seconds:.1f} s, by {', '.join(backends)}")

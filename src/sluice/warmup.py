@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +25,12 @@ BATCHES = (1, 8, 64, 512)
 PROMPT = (1, 130)
 LONG_PROMPTS = ((1, 2048), (8, 1024), (1, 16384), (1, 65536))
 """Sequences and their tokens: on a GPU a prompt is cut up by its length and number of heads."""
+BESIDE = ("prefill packed", "prefill dense", "conv")
+"""Forms, by what their names contain, that `sluice warmup` has other processes compile meanwhile:
+one process makes the intermediate code of one kernel at a time, however many cores there are."""
+COLD_SECONDS, CORES, PATIENCE = 0.7, 8, 120
+"""A form that takes longer was not on disk; fewer cores have enough to do with one process; seconds
+to wait for another."""
 
 
 class Form(NamedTuple):
@@ -28,6 +39,10 @@ class Form(NamedTuple):
     name: str
     op: str
     make: Callable[[], Call]
+
+    def part(self) -> str | None:
+        """Which of BESIDE it belongs to."""
+        return next((part for part in BESIDE if part in self.name), None)
 
     def run(self) -> str:
         """Make the call; the name of the backend that served it."""
@@ -71,7 +86,13 @@ def warmup(
     True
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    todo = list(forms(models, tp, device, dtype, state_dtype, state_layout))
+    return run(list(forms(models, tp, device, dtype, state_dtype, state_layout)), device, progress)
+
+
+def run(
+    todo: list[Form], device: torch.device, progress: Callable[[str], None] | None
+) -> list[tuple[str, str]]:
+    """Compile and run these forms: their names, and the backends that served them."""
     served = []
     with dispatch.compiling(device.type, [form.run for form in todo]):
         for form in todo:
@@ -81,6 +102,59 @@ def warmup(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return served
+
+
+def run_with_others(
+    todo: list[Form], device: torch.device, progress: Callable[[str], None] | None, argv: list[str]
+) -> list[tuple[str, str]]:
+    """``run``, where nothing is on disk yet with other processes that compile a part each.
+
+    ``argv``: the arguments of a `sluice warmup` of these forms. Whatever the others leave, because
+    they cannot start or fail, is compiled here.
+    """
+    run([], device, progress)  # what is imported and begun once
+    begin = time.perf_counter()
+    served = run(todo[:1], device, progress)
+    others = []
+    if time.perf_counter() - begin > COLD_SECONDS and (os.cpu_count() or 1) >= CORES:
+        others = [_beside(part, argv) for part in BESIDE]
+    theirs = [form for form in todo[1:] if others and form.part() is not None]
+    served += run([form for form in todo[1:] if form not in theirs], device, progress)
+    for other in others:
+        if other is not None:
+            _wait(other)
+    return served + run(theirs, device, progress)
+
+
+def compile_part(todo: list[Form], device: torch.device, part: str) -> None:
+    """In one of the other processes: compile its forms, run nothing."""
+    calls = [form.run for form in todo if form.part() == part]
+    with dispatch.compiling(device.type, calls):
+        pass
+
+
+def _beside(part: str, argv: list[str]) -> subprocess.Popen[bytes] | None:
+    command = [sys.executable, "-c", _OTHER, json.dumps(sys.path), "warmup", *argv, "--part", part]
+    quiet = subprocess.DEVNULL
+    try:
+        return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    except OSError:  # no interpreter to start
+        return None
+
+
+def _wait(other: subprocess.Popen[bytes]) -> None:
+    try:
+        other.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        other.kill()
+
+
+_OTHER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from sluice.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def forms(
