@@ -54,10 +54,12 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-
 	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
-test-gpu:  ## the contract in every dtype, what is promised on a GPU, and transformers, on this GPU
+test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU
 	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
 	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
 	  --deselect tests/gpu/test_cross_compile.py $(PYTEST_ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
+	  $(PYTEST_ARGS)
 
 sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
 	for tool in memcheck synccheck initcheck; do \

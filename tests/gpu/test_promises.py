@@ -192,3 +192,35 @@ def test_explain_names_this_backend():
     layer = Layer(2, **SIZE)
     keywords = layer.delta() | {"state": layer.state}
     assert "decode: triton" in str(sluice.explain("decode", **keywords))
+
+
+def first_calls(index: int) -> list[torch.Tensor]:
+    """A prompt and a token of it on a device that need not be the current one."""
+    random = torch.Generator().manual_seed(0)
+    device = torch.device("cuda", index)
+
+    def tokens(T: int) -> dict[str, torch.Tensor]:
+        sizes = {"q": (2, 128), "k": (2, 128), "v": (4, 128), "a": (4,), "b": (4,)}
+        drawn = {n: torch.randn(1, T, *size, generator=random) for n, size in sizes.items()}
+        placed = {n: x.to(device, torch.bfloat16) for n, x in drawn.items()}
+        return {"g" if n == "a" else "beta" if n == "b" else n: x for n, x in placed.items()}
+
+    rates = {n: torch.zeros(4, device=device) for n in ("A_log", "dt_bias")}
+    options = {"normalize_qk": True, **rates}
+    state = torch.zeros(1, 4, 128, 128, device=device)
+    o, state = sluice.prefill(**tokens(100), state=state, **options)
+    y, state = sluice.decode(**tokens(1), state=state, **options)
+    return [x.cpu() for x in (o, y, state)]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_row_32_the_first_calls_of_a_spawned_process(index):
+    """What is asked of the device, in a process that has never asked, and of another device."""
+    if index >= torch.cuda.device_count():
+        pytest.skip("there is one GPU")
+    expected = first_calls(0)
+    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(first_calls, (index,))
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+        assert x.any()
