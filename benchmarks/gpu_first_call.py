@@ -3,8 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_first_call.py [--model Qwen3.5-35B-A3B] [--tp 1]
 
 Each operator in a process of its own with an empty cache, ``--jobs`` of them at a time: the import,
-the first call (compiling included), the second. What is called is the first form that ``sluice
-warmup`` knows of the operator, and for prefill a long prompt as well.
+the first call (compiling included), the second. The calls are of the forms of ``sluice warmup``.
 """
 # ruff: noqa: T201
 
@@ -15,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 
 def once(model: str, tp: int, name: str, cache: str) -> None:
@@ -27,14 +28,14 @@ def once(model: str, tp: int, name: str, cache: str) -> None:
     import triton
 
     import sluice
+    from sluice.layers.qwen import preset
 
     triton.knobs.cache.dir = cache
-    forms = importlib.import_module("sluice.warmup").forms
+    warmup = importlib.import_module("sluice.warmup")  # the module, not the function
     torch.zeros(1, device="cuda")
     imported = time.perf_counter()
-    what = (model, tp, torch.device("cuda"), torch.bfloat16, torch.float32, "vk")
-    form = next(form for form in forms(*what) if name in form.name)
-    operator, (arguments, options) = getattr(sluice, form.op), form.make()
+    forms = warmup.Forms(preset(model, tp), torch.device("cuda"), warmup.Kinds())
+    operator, (arguments, options) = getattr(sluice, name.split()[0]), CALLS[name](forms)
     times = []
     for _ in range(2):
         torch.cuda.synchronize()
@@ -45,10 +46,17 @@ def once(model: str, tp: int, name: str, cache: str) -> None:
     print(f"{name:24} {imported - begin:8.2f} {times[0]:8.2f} {times[1]:10.5f}", flush=True)
 
 
-OPERATORS = (
-    "decode 1 x 1", "step 1 x 1", "verify 8 x 4", "commit 8 x 4", "causal_conv1d packed",
-    "conv_qkv packed", "rms_norm_gated", "prefill packed 1 x 130", "prefill packed 1 x 16384",
-)  # fmt: skip
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "decode 1 x 1": lambda forms: forms.decode(1, 1),
+    "step 1 x 1": lambda forms: forms.step(1, 1, pooled=True),
+    "verify 8 x 4": lambda forms: forms.verify(8, 4),
+    "commit 8 x 4": lambda forms: forms.commit(8, 4),
+    "causal_conv1d packed": lambda forms: forms.causal_conv1d(1, 130, packed=True),
+    "conv_qkv packed": lambda forms: forms.conv_qkv(1, 130, packed=True),
+    "rms_norm_gated": lambda forms: forms.rms_norm_gated(130),
+    "prefill packed 1 x 130": lambda forms: forms.prefill(1, 130, packed=True),
+    "prefill packed 1 x 16384": lambda forms: forms.prefill(1, 16384, packed=True),
+}
 
 
 def main() -> None:
@@ -75,7 +83,7 @@ def main() -> None:
             subprocess.run([*command, name, cache], check=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, OPERATORS))
+        list(pool.map(run, CALLS))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import time
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ OPERATORS = {
     "decode", "verify", "commit", "prefill", "causal_conv1d", "conv_qkv", "rms_norm_gated", "step",
 }  # fmt: skip
 CPU = torch.device("cpu")
-WHAT = (TINY, 1, CPU, torch.float32, torch.float32, "vk")
+FP32 = torch.float32
+WHAT = (TINY, 1, CPU, module.Kinds(FP32, FP32))
 
 
 def test_every_operator_is_run_and_every_form_is_named_once():
@@ -32,11 +34,22 @@ def test_every_operator_is_run_and_every_form_is_named_once():
     assert {name.split()[1] for name in names} == OPERATORS
 
 
-def test_a_gpu_gets_prompts_of_every_cut():
-    names = [form.name for form in module.forms(TINY, 1, torch.device("cuda"), *WHAT[3:])]
-    for N, T in (module.PROMPT, *module.LONG_PROMPTS):
-        assert f"tiny prefill packed {N} x {T}" in names
-        assert f"tiny prefill dense {N} x {T}" in names
+def test_a_gpu_gets_a_prompt_that_can_be_cut():
+    names = [form.name for form in module.forms(TINY, 1, torch.device("cuda"), WHAT[3])]
+    assert f"tiny prefill packed 2 x {module.LONG_PROMPT}" in names
+    assert f"tiny prefill dense 2 x {module.LONG_PROMPT}" in names
+
+
+def test_the_dtypes_asked_for_are_those_of_the_tensors():
+    bf16, int32 = torch.bfloat16, torch.int32
+    kinds = module.Kinds(bf16, FP32, bf16, "kv", int32)
+    forms = module.Forms(TINY, CPU, kinds)
+    (qkvz, _), options = forms.step(2, 1, True)
+    found = (options[name].dtype for name in ("A_log", "dt_bias", "state", "slots", "conv_weight"))
+    assert (qkvz.dtype, *found) == (bf16, FP32, FP32, bf16, int32, bf16)
+    assert options["state_layout"] == "kv"
+    served = sluice.warmup(TINY, device="cpu", dtype=FP32, slots_dtype=int32, state_layout="kv")
+    assert {name.split()[1] for name, _ in served} == OPERATORS
 
 
 def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
@@ -61,64 +74,72 @@ def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
 class Other:
     """A process that compiles a part, and is waited for."""
 
-    def __init__(self, log: list[str], part: str) -> None:
-        self.log, self.part = log, part
-        log.append(f"start {part}")
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
 
-    def wait(self, timeout: float) -> None:
-        self.log.append(f"wait for {self.part}")
+    def join(self, timeout: float) -> None:
+        self.log.append(f"wait {timeout} s")
+
+    def kill(self) -> None:
+        self.log.append("kill")
 
 
-@pytest.mark.parametrize("cold", [True, False])
-def test_other_processes_compile_a_part_where_nothing_is_on_disk(monkeypatch, cold):
+def test_what_others_compile_is_run_when_they_have():
     log: list[str] = []
-    monkeypatch.setattr(module, "COLD_SECONDS", 0.0 if cold else 1e9)
-    monkeypatch.setattr(module, "CORES", 1)
-    monkeypatch.setattr(module, "_beside", lambda part, argv: Other(log, part))
     todo = list(module.forms(*WHAT))
-    served = module.run_with_others(todo, CPU, log.append, ["--model=tiny"])
+    served = module.run(todo, CPU, log.append, [Other(log)])
     assert sorted(served) == sorted(module.run(todo, CPU, None))
-    names = [form.name for form in todo]
-    theirs = [form.name for form in todo if form.part()] if cold else []
-    assert {form.part() for form in todo} == {*module.BESIDE, None}
-    own = [name for name in names if name not in theirs]
-    starts, waits = ([f"{what} {part}" for part in module.BESIDE] for what in ("start", "wait for"))
-    if not cold:
-        starts = waits = []
-    assert log == [own[0], *starts, *own[1:], *waits, *theirs]
+    assert {form.part() for form in todo} == {*module.ASIDE, None}
+    own = [form.name for form in todo if form.part() is None]
+    theirs = [form.name for form in todo if form.part() is not None]
+    assert log == [*own, f"wait {module.PATIENCE} s", "kill", *theirs]
 
 
-def test_a_process_that_cannot_start_leaves_its_part(monkeypatch):
-    def no(*_, **__):
-        raise OSError("no interpreter")
-
-    monkeypatch.setattr(module, "COLD_SECONDS", 0.0)
+def started(monkeypatch: pytest.MonkeyPatch, make) -> list:
     monkeypatch.setattr(module, "CORES", 1)
-    monkeypatch.setattr(module.subprocess, "Popen", no)
-    todo = list(module.forms(*WHAT))
-    assert len(module.run_with_others(todo, CPU, None, [])) == len(todo)
+    return module.compile_aside(make)
 
 
-def test_a_process_that_does_not_end_is_not_waited_for_forever(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.2)
-    other = module.subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    module._wait(other)
-    assert other.wait(10) != 0
-
-
-def test_another_process_compiles_its_part_and_runs_nothing(monkeypatch):
-    """The command as it is started, but for the device."""
-    argv = ["--model=Qwen3.5-4B", "--tp=8", "--dtype=float32", "--device=cpu"]
-    assert module._beside("conv", argv).wait() == 0
-    assert module._beside("conv", [*argv, "--no-such-option"]).wait() != 0
-    compiled: list[int] = []
-
+def test_others_compile_a_part_each_and_run_nothing(monkeypatch, tmp_path):
     @contextlib.contextmanager
     def compiling(device, calls):
-        compiled.append(len(list(calls)))
+        names = [call.__self__.name for call in calls]
+        (tmp_path / names[0].replace(" ", "_")).write_text("\n".join(names))
+        sys.stderr.write("said by another process")
         yield
 
     monkeypatch.setattr(dispatch, "compiling", compiling)
     todo = list(module.forms(*WHAT))
-    module.compile_part(todo, CPU, "conv")
-    assert compiled == [sum("conv" in form.name for form in todo)]
+    others = started(monkeypatch, lambda: (todo, torch.device("cuda")))
+    for other in others:
+        other.join()
+    assert [other.exitcode for other in others] == [0] * len(module.ASIDE)
+    compiled = [name for path in tmp_path.iterdir() for name in path.read_text().splitlines()]
+    assert sorted(compiled) == sorted(form.name for form in todo if form.part() is not None)
+
+
+def test_others_that_fail_leave_their_part(monkeypatch):
+    def make():
+        raise RuntimeError("no such GPU")
+
+    others = started(monkeypatch, make)
+    todo = list(module.forms(*WHAT))
+    assert len(module.run(todo, CPU, None, others)) == len(todo)
+    assert 0 not in [other.exitcode for other in others]
+
+
+def test_an_other_that_does_not_end_is_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    others = started(monkeypatch, lambda: time.sleep(60))
+    begin = time.perf_counter()
+    module.run([], CPU, None, others)
+    assert time.perf_counter() - begin < 30
+    others[0].join()
+    assert others[0].exitcode != 0
+
+
+def test_there_are_no_others_for_few_cores_or_in_a_process_that_knows_its_gpu(monkeypatch):
+    monkeypatch.setattr(module, "CORES", 1 << 20)
+    assert module.compile_aside(lambda: pytest.fail("called")) == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert started(monkeypatch, lambda: pytest.fail("called")) == []

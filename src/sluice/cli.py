@@ -81,9 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
     warmup.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
     warmup.add_argument("--dtype", choices=dtypes, default="bfloat16", help="(%(default)s)")
+    warmup.add_argument("--gate-dtype", choices=dtypes, help="of A_log and dt_bias (--dtype)")
     warmup.add_argument("--state-dtype", choices=dtypes, default="float32", help="(%(default)s)")
     warmup.add_argument("--state-layout", choices=("vk", "kv"), default="vk", help="(%(default)s)")
-    warmup.add_argument("--part", help=argparse.SUPPRESS)  # only compile these: sluice.warmup
+    warmup.add_argument(
+        "--slots-dtype", choices=("int64", "int32"), default="int64", help="(int64)"
+    )
     warmup.set_defaults(command=_warmup)
 
     export = commands.add_parser(
@@ -153,35 +156,31 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0
 
 
-WARMUP = ("model", "tp", "dtype", "state-dtype", "state-layout")
-
-
 def _warmup(args: argparse.Namespace) -> int:
     import torch
 
-    from sluice.warmup import compile_part, forms, run, run_with_others
+    from sluice.warmup import Form, Kinds, compile_aside, forms, run
 
+    begin = time.perf_counter()
+    args.gate_dtype = args.gate_dtype or args.dtype
+    layout = args.state_layout
+    kinds = Kinds(
+        **{
+            name: layout if name == "state_layout" else getattr(torch, getattr(args, name))
+            for name in Kinds._fields
+        }
+    )
+
+    def make() -> tuple[list[Form], torch.device]:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return list(forms(args.model, args.tp, device, kinds)), device
+
+    others = [] if args.device == "cpu" else compile_aside(make)
     if args.device is not None:
         _check_device(args.device)
-    options = {
-        "tp": args.tp,
-        "dtype": getattr(torch, args.dtype),
-        "state_dtype": getattr(torch, args.state_dtype),
-        "state_layout": args.state_layout,
-    }
-    begin = time.perf_counter()
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options["device"] = torch.device(device)
-    todo = list(forms(args.model, **options))
-    if args.part is not None:
-        compile_part(todo, options["device"], args.part)
-        return 0
+    todo, device = make()
     with progress(len(todo)) as step:
-        if options["device"].type == "cuda":
-            argv = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in WARMUP]
-            served = run_with_others(todo, options["device"], step, [*argv, f"--device={device}"])
-        else:
-            served = run(todo, options["device"], step)
+        served = run(todo, device, step, others)
     backends = sorted({backend for _, backend in served})
     seconds = time.perf_counter() - begin
     print(f"{len(served)} forms compiled and run in {seconds:.1f} s, by {', '.join(backends)}")

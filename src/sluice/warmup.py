@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +18,27 @@ from sluice.layers.qwen import QwenShape, preset
 Models = str | QwenShape | Sequence[str | QwenShape]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-BATCHES = (1, 8, 64, 512)
-"""Rows of a decode step; kernels are configured by how many states there are."""
-PROMPT = (1, 130)
-LONG_PROMPTS = ((1, 2048), (8, 1024), (1, 16384), (1, 65536))
-"""Sequences and their tokens: on a GPU a prompt is cut up by its length and number of heads."""
-BESIDE = ("prefill packed", "prefill dense", "conv")
+STATES = (32, 256, 1024, 4096)
+"""States of a decode step: kernels are configured by how many there are, rows times value heads."""
+PROMPT, LONG_PROMPT = 130, 2048
+"""Tokens; on a GPU, where prompts are cut up, prefill has the long one."""
+SHORT_PROMPTS = (1, 3)
+"""Tokens of packed sequences so short that kernels are cut for them: prompts beside decode."""
+ASIDE = ("prefill packed", "prefill dense", "conv_qkv", "causal_conv1d")
 """Forms, by what their names contain, that `sluice warmup` has other processes compile meanwhile:
 one process makes the intermediate code of one kernel at a time, however many cores there are."""
-COLD_SECONDS, CORES, PATIENCE = 0.7, 8, 120
-"""A form that takes longer was not on disk; fewer cores have enough to do with one process; seconds
-to wait for another."""
+CORES, PATIENCE = 8, 120
+"""Fewer cores have enough to do with one process; seconds to wait for another."""
+
+
+class Kinds(NamedTuple):
+    """What a model's tensors are."""
+
+    dtype: torch.dtype = torch.bfloat16
+    gate_dtype: torch.dtype = torch.bfloat16
+    state_dtype: torch.dtype = torch.float32
+    state_layout: str = "vk"
+    slots_dtype: torch.dtype = torch.int64
 
 
 class Form(NamedTuple):
@@ -41,8 +49,8 @@ class Form(NamedTuple):
     make: Callable[[], Call]
 
     def part(self) -> str | None:
-        """Which of BESIDE it belongs to."""
-        return next((part for part in BESIDE if part in self.name), None)
+        """Which of ASIDE it belongs to."""
+        return next((part for part in ASIDE if part in self.name), None)
 
     def run(self) -> str:
         """Make the call; the name of the backend that served it."""
@@ -59,20 +67,28 @@ def warmup(
     tp: int = 1,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    gate_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype = torch.float32,
     state_layout: str = "vk",
+    slots_dtype: torch.dtype = torch.int64,
     progress: Callable[[str], None] | None = None,
 ) -> list[tuple[str, str]]:
     """Run every operator once in each form that a model of these shapes calls it in.
 
+    Calls of any size are covered, of these kinds: packed prompts of a state pool (``slots``,
+    ``has_state``, ``cu_seqlens`` in int32) and dense ones whose states are their own, rows less
+    than 2**31 elements apart; ``step`` in both ways; ``decode``, ``verify``, ``commit`` and
+    ``causal_conv1d`` with ``slots``. Other arguments and dtypes are other kernels, compiled when
+    they come.
+
     Rows are padding, so that this takes the compiler's time, not the kernels'. Compiled kernels are
-    kept on disk by their compilers: a later process finds them. On a GPU all cores compile, and a
-    long prompt takes some memory for a moment.
+    kept on disk by their compilers: a later process finds them. On a GPU all cores compile.
 
     Args:
         models: names (``sluice.layers.qwen``) or shapes; ``tp`` divides named ones.
-        device: the GPU where there is one by default. dtype: of activations. state_dtype and
-            state_layout: of the recurrent state.
+        device: the GPU where there is one by default. dtype: of activations and weights.
+            gate_dtype: of ``A_log`` and ``dt_bias``, by default ``dtype``. state_dtype and
+            state_layout: of the recurrent state. slots_dtype: of ``slots``.
         progress: called with each form's name as it begins.
 
     Returns:
@@ -86,13 +102,32 @@ def warmup(
     True
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return run(list(forms(models, tp, device, dtype, state_dtype, state_layout)), device, progress)
+    kinds = Kinds(dtype, gate_dtype or dtype, state_dtype, state_layout, slots_dtype)
+    return run(list(forms(models, tp, device, kinds)), device, progress)
 
 
 def run(
+    todo: list[Form],
+    device: torch.device,
+    progress: Callable[[str], None] | None,
+    others: Sequence[BaseProcess] = (),
+) -> list[tuple[str, str]]:
+    """Compile and run these forms: their names, and the backends that served them.
+
+    ``others`` (``compile_aside``) are waited for before their parts are run; whatever they leave,
+    because they cannot begin or fail, is compiled here.
+    """
+    theirs = [form for form in todo if others and form.part() is not None]
+    served = _run([form for form in todo if form not in theirs], device, progress)
+    for other in others:
+        other.join(PATIENCE)
+        other.kill()
+    return served + (_run(theirs, device, progress) if theirs else [])
+
+
+def _run(
     todo: list[Form], device: torch.device, progress: Callable[[str], None] | None
 ) -> list[tuple[str, str]]:
-    """Compile and run these forms: their names, and the backends that served them."""
     served = []
     with dispatch.compiling(device.type, [form.run for form in todo]):
         for form in todo:
@@ -104,95 +139,55 @@ def run(
     return served
 
 
-def run_with_others(
-    todo: list[Form], device: torch.device, progress: Callable[[str], None] | None, argv: list[str]
-) -> list[tuple[str, str]]:
-    """``run``, where nothing is on disk yet with other processes that compile a part each.
+def compile_aside(make: Callable[[], tuple[list[Form], torch.device]]) -> list[BaseProcess]:
+    """Other processes that begin to compile what ``make`` lists, a part each.
 
-    ``argv``: the arguments of a `sluice warmup` of these forms. Whatever the others leave, because
-    they cannot start or fail, is compiled here.
+    They are forks of this one, which has imported everything, and must not know a GPU yet: a fork
+    of a process that does cannot have one.
     """
-    run([], device, progress)  # what is imported and begun once
-    begin = time.perf_counter()
-    served = run(todo[:1], device, progress)
-    others = []
-    if time.perf_counter() - begin > COLD_SECONDS and (os.cpu_count() or 1) >= CORES:
-        others = [_beside(part, argv) for part in BESIDE]
-    theirs = [form for form in todo[1:] if others and form.part() is not None]
-    served += run([form for form in todo[1:] if form not in theirs], device, progress)
+    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+    if not forks or (os.cpu_count() or 1) < CORES:
+        return []
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=_compile, args=(make, part), daemon=True) for part in ASIDE]
     for other in others:
-        if other is not None:
-            _wait(other)
-    return served + run(theirs, device, progress)
+        other.start()
+    return list(others)
 
 
-def compile_part(todo: list[Form], device: torch.device, part: str) -> None:
-    """In one of the other processes: compile its forms, run nothing."""
-    calls = [form.run for form in todo if form.part() == part]
-    with dispatch.compiling(device.type, calls):
-        pass
+def _compile(make: Callable[[], tuple[list[Form], torch.device]], part: str) -> None:
+    """In one of the other processes: compile its forms, run nothing, say nothing."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    todo, device = make()
+    if device.type == "cuda":
+        with dispatch.compiling("cuda", [form.run for form in todo if form.part() == part]):
+            pass
 
 
-def _beside(part: str, argv: list[str]) -> subprocess.Popen[bytes] | None:
-    command = [sys.executable, "-c", _OTHER, json.dumps(sys.path), "warmup", *argv, "--part", part]
-    quiet = subprocess.DEVNULL
-    try:
-        return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-    except OSError:  # no interpreter to start
-        return None
-
-
-def _wait(other: subprocess.Popen[bytes]) -> None:
-    try:
-        other.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        other.kill()
-
-
-_OTHER = """
-import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-from sluice.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def forms(
-    models: Models,
-    tp: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    state_layout: str,
-) -> Iterator[Form]:
+def forms(models: Models, tp: int, device: torch.device, kinds: Kinds) -> Iterator[Form]:
     """Every form, for each model."""
     if isinstance(models, (str, QwenShape)):
         models = (models,)
     for model in models:
         shape = preset(model, tp) if isinstance(model, str) else model
-        yield from _Forms(shape, device, dtype, state_dtype, state_layout).all()
+        yield from Forms(shape, device, kinds).all()
 
 
-class _Forms:
-    """The calls of one model's layers. Every state row is padding but where a form has no slots."""
+class Forms:
+    """The calls of one model's layers. Rows with slots are padding."""
 
-    def __init__(
-        self,
-        shape: QwenShape,
-        device: torch.device,
-        dtype: torch.dtype,
-        state_dtype: torch.dtype,
-        state_layout: str,
-    ) -> None:
-        self.shape, self.device, self.dtype = shape, device, dtype
-        self.state_dtype, self.state_layout = state_dtype, state_layout
+    def __init__(self, shape: QwenShape, device: torch.device, kinds: Kinds) -> None:
+        self.shape, self.device, self.kinds = shape, device, kinds
 
     @functools.cached_property
-    def state(self) -> Tensor:
-        s = self.shape
+    def state(self) -> dict[str, Any]:
+        s, layout = self.shape, self.kinds.state_layout
         tail = (s.head_v_dim, s.head_k_dim)
-        tail = tail if self.state_layout == "vk" else tail[::-1]
-        return self.zeros(2, s.num_v_heads, *tail, dtype=self.state_dtype)
+        tail = tail if layout == "vk" else tail[::-1]
+        pool = self.zeros(2, s.num_v_heads, *tail, dtype=self.kinds.state_dtype)
+        return {"state": pool, "state_layout": layout}
 
     @functools.cached_property
     def window(self) -> Tensor:
@@ -200,20 +195,20 @@ class _Forms:
 
     @functools.cached_property
     def weights(self) -> dict[str, Tensor]:
-        s = self.shape
+        s, gates = self.shape, self.kinds.gate_dtype
         return {
             "conv_weight": self.zeros(s.conv_channels, s.conv_width),
-            "A_log": self.zeros(s.num_v_heads),
-            "dt_bias": self.zeros(s.num_v_heads),
+            "A_log": self.zeros(s.num_v_heads, dtype=gates),
+            "dt_bias": self.zeros(s.num_v_heads, dtype=gates),
             "norm_weight": self.zeros(s.head_v_dim),
         }
 
     def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.zeros(*size, dtype=dtype or self.dtype, device=self.device)
+        return torch.zeros(*size, dtype=dtype or self.kinds.dtype, device=self.device)
 
     def rows(self, N: int) -> dict[str, Any]:
         """Slots of N padded rows."""
-        return {"slots": torch.full((N,), -1, dtype=torch.int64, device=self.device)}
+        return {"slots": torch.full((N,), -1, dtype=self.kinds.slots_dtype, device=self.device)}
 
     def packed(self, N: int, T: int) -> dict[str, Any]:
         """N packed sequences of T tokens that begin anew, in padded rows."""
@@ -230,39 +225,43 @@ class _Forms:
         return q, k, v, g, beta
 
     def all(self) -> Iterator[Form]:
-        for N in BATCHES:
-            for T in (1, 4):
-                yield self.form("decode", f"{N} x {T}", self.decode, N, T)
-                yield self.form("step", f"{N} x {T}", self.step, N, T)
-        yield self.form("verify", "8 x 4", self.verify, 8, 4)
-        yield self.form("commit", "8 x 4", self.commit, 8, 4)
-        prompts = (PROMPT, *LONG_PROMPTS) if self.device.type == "cuda" else (PROMPT,)
+        for N in sorted({max(1, states // self.shape.num_v_heads) for states in STATES}):
+            yield self.form("decode", f"{N} x 1", self.decode, N, 1)
+            yield self.form("decode", f"{N} x 4", self.decode, N, 4)
+            yield self.form("verify", f"{N} x 4", self.verify, N, 4)
+            yield self.form("commit", f"{N} x 4", self.commit, N, 4)
+        for T in (1, 4):
+            yield self.form("step", f"pooled 2 x {T}", self.step, 2, T, True)
+            yield self.form("step", f"dense 2 x {T}", self.step, 2, T, False)
+        for T in (1, 4, 8):
+            yield self.form("causal_conv1d", f"pooled 2 x {T}", self.causal_conv1d, 2, T, None)
+        long = LONG_PROMPT if self.device.type == "cuda" else PROMPT
         for packed, name in ((True, "packed"), (False, "dense")):
-            for N, T in prompts:
-                yield self.form("prefill", f"{name} {N} x {T}", self.prefill, N, T, packed)
-            yield self.form("causal_conv1d", name, self.causal_conv1d, *PROMPT, packed)
-            yield self.form("conv_qkv", name, self.conv_qkv, *PROMPT, packed)
-        yield self.form("causal_conv1d", "8 x 1", self.causal_conv1d, 8, 1, False)
-        yield self.form("rms_norm_gated", "", self.rms_norm_gated, PROMPT[1])
+            yield self.form("prefill", f"{name} 2 x {long}", self.prefill, 2, long, packed)
+            for T in (*(SHORT_PROMPTS if packed else ()), PROMPT):
+                what = f"{name} 2 x {T}"
+                yield self.form("causal_conv1d", what, self.causal_conv1d, 2, T, packed)
+                yield self.form("conv_qkv", what, self.conv_qkv, 2, T, packed)
+            what = f"{name} 2 x {PROMPT} beside z"
+            yield self.form("conv_qkv", what, self.conv_qkv, 2, PROMPT, packed, True)
+        yield self.form("rms_norm_gated", "", self.rms_norm_gated, PROMPT)
 
-    def form(self, op: str, what: str, make: Callable[..., Call], *sizes: int) -> Form:
+    def form(self, op: str, what: str, make: Callable[..., Call], *sizes: int | None) -> Form:
         return Form(f"{self.shape.name} {op} {what}".rstrip(), op, lambda: make(*sizes))
 
     def decode(self, N: int, T: int) -> Call:
-        state = {"state": self.state, "state_layout": self.state_layout}
-        return self.tokens(N, T), {**state, **self.rows(N)}
+        return self.tokens(N, T), {**self.state, **self.rows(N)}
 
-    def step(self, N: int, T: int) -> Call:
+    def step(self, N: int, T: int, pooled: bool) -> Call:
         s = self.shape
         qkvz = self.zeros(N, T, s.conv_channels + s.value_dim)
         options = {
             **self.weights,
+            **self.state,
             "conv_state": self.window,
-            "state": self.state,
-            "state_layout": self.state_layout,
             "order": s.order,
             "gate_activation": s.gate_activation,
-            **self.rows(N),
+            **(self.rows(N) if pooled else {}),
         }
         return (qkvz, self.zeros(N, T, 2 * s.num_v_heads)), options
 
@@ -277,24 +276,25 @@ class _Forms:
         return (ops.verify(*tokens, **options)[1], accepted), {}
 
     def prefill(self, N: int, T: int, packed: bool) -> Call:
-        state = {"state": self.state, "state_layout": self.state_layout}
         if packed:
-            return self.tokens(1, N * T), {**state, **self.packed(N, T)}
-        return self.tokens(N, T), {**state, **self.rows(N)}
+            return self.tokens(1, N * T), {**self.state, **self.packed(N, T)}
+        return self.tokens(N, T), self.state
 
-    def causal_conv1d(self, N: int, T: int, packed: bool) -> Call:
-        rows = self.packed(N, T) if packed else self.rows(N)
-        x = self.zeros(N, T, self.shape.conv_channels)
-        return (x, self.weights["conv_weight"]), {"state": self.window, **rows}
+    def causal_conv1d(self, N: int, T: int, packed: bool | None, beside: bool = False) -> Call:
+        """``packed`` None: dense, with slots. ``beside``: x is a part of one projection with z."""
+        D = self.shape.conv_channels
+        rows = self.packed(N, T) if packed else self.rows(N) if packed is None else {}
+        x = self.zeros(*((1, N * T) if packed else (N, T)), D + beside * self.shape.value_dim)
+        return (x[..., :D], self.weights["conv_weight"]), {"state": self.window, **rows}
 
-    def conv_qkv(self, N: int, T: int, packed: bool) -> Call:
+    def conv_qkv(self, N: int, T: int, packed: bool, beside: bool = False) -> Call:
         s = self.shape
-        arguments, options = self.causal_conv1d(N, T, packed)
-        raw = self.zeros(N, T, s.num_v_heads)
+        (x, weight), options = self.causal_conv1d(N, T, packed, beside)
+        raw = self.zeros(*x.shape[:2], s.num_v_heads)
         heads = {"num_k_heads": s.num_k_heads, "num_v_heads": s.num_v_heads}
         widths = {"head_k_dim": s.head_k_dim, "head_v_dim": s.head_v_dim}
         gates = {"a": raw, "b": raw, **{n: self.weights[n] for n in ("A_log", "dt_bias")}}
-        return arguments, {**heads, **widths, **gates, **options}
+        return (x, weight), {**heads, **widths, **gates, **options}
 
     def rms_norm_gated(self, T: int) -> Call:
         x = self.zeros(T, self.shape.num_v_heads, self.shape.head_v_dim)

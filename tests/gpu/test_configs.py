@@ -63,11 +63,10 @@ def test_a_program_of_a_large_batch_moves_eight_kilobytes():
 
 
 @pytest.mark.parametrize(
-    ("N", "tokens", "expected"),
-    [(1, 1, (1, 1)), (256, 256, (1, 1)), (1, 512, (4, 16)), (4, 12, (4, 4)), (1, 16384, (4, 16))],
+    ("tokens", "expected"), [(1, (1, 1)), (2, (4, 4)), (4, (4, 4)), (5, (4, 16)), (16384, (4, 16))]
 )
-def test_conv_qkv_does_not_cut_blocks_longer_than_its_sequences(N, tokens, expected):
-    config = configs.conv_qkv(128, 128, N, tokens)
+def test_conv_qkv_has_shorter_blocks_for_short_sequences(tokens, expected):
+    config = configs.conv_qkv(128, 128, tokens)
     assert expected == (config.BLOCK_T, config.CHUNK)
     assert config.num_warps == 1
 

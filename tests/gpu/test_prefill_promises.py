@@ -18,7 +18,7 @@ import sluice
 from sluice import dispatch
 from sluice.layers import QwenShape
 from sluice.testing import compare
-from tests.gpu.random_layer import Layer
+from tests.gpu import test_warm
 
 pytestmark = pytest.mark.gpu
 BACKENDS = [name for name in ("hopper", "triton") if dispatch.unavailable(name) is None]
@@ -234,10 +234,9 @@ def test_row_10_after_warmup_a_serving_process_compiles_nothing():
     shape = QwenShape("small", 256, 4, 8, 4, (0, 1, 2))
     sluice.warmup(shape)
     before = variants()
-    layer = Layer(200, 4, HK=4, HV=8, K=128, V=128)
-    for rows in (1, 3, 17, 90, 200):
-        for tokens in (1, 3):
-            sluice.decode(**served(layer.delta(slice(0, rows), tokens)), state=layer.state)
+    forms = test_warm.warmup.Forms(shape, torch.device("cuda"), test_warm.warmup.Kinds())
+    test_warm.serve(forms, test_warm.Kernels())
+    test_warm.serve_layer(forms, test_warm.Kernels())
     for lengths in ([20], [1], [2] * 9, [77], [5000], [30000], [1000] * 5, [3, 90, 4000]):
         prompts = Prompts(lengths, 4, 8)
         rows = {"slots": prompts.slots, "cu_seqlens": prompts.bounds}

@@ -12,7 +12,8 @@ A backend is a package that defines
 and may define
 
 - ``warmup()``: compile every kernel, where kernels do not depend on shapes;
-- ``compiling(calls)``: a scope before which the kernels of these calls begin to compile.
+- ``compiling(calls)``: a scope before which the kernels of these calls, and of such calls of any
+  size, begin to compile.
 """
 
 from __future__ import annotations

@@ -39,9 +39,11 @@ def pack(live: Tensor, rows: Rows) -> Rows:
     """Rows of a padded batch [B, T] as 3 B packed sequences: padding, tokens, padding.
 
     The padding gets slot -1, so that no state sees it, wherever it lies: nothing is read back to
-    the host. ``rows`` addresses B sequences.
+    the host. ``rows`` addresses B sequences. Arguments are those of packed prompts of a pool, so
+    that the same kernels serve both.
     """
     B, T = live.shape
+    known = live.new_ones(B) if rows.has_state is None else rows.has_state
     start = torch.arange(B, device=live.device) * T
     first = live.int().argmax(1)
     bounds = torch.stack([start, start + first, start + first + live.sum(1)], dim=1).flatten()
@@ -54,8 +56,8 @@ def pack(live: Tensor, rows: Rows) -> Rows:
     return rows._replace(
         slots=_between(slots, -1),
         write_slots=None if rows.write_slots is None else _between(rows.write_slots, -1),
-        has_state=None if rows.has_state is None else _between(rows.has_state, False),
-        cu_seqlens=torch.cat([bounds, end]),
+        has_state=_between(known, False),
+        cu_seqlens=torch.cat([bounds, end]).int(),
         checkpoints=kept,
     )
 

@@ -80,7 +80,9 @@ def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
     if 0 in (p.N, p.T) or not all(map(_reachable, (t.q, t.k, t.v, t.out))):
         portable.prefill(p, t)
         return
-    run(p, t, plan(p, portable.processors(p.device)))
+    every = [Plan(segment, v) for v in CHUNK_US for segment in (0, SEGMENTS[0])]
+    for chosen in every if launching.every_plan() else [plan(p, portable.processors(p.device))]:
+        run(p, t, chosen)
 
 
 def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:

@@ -57,10 +57,13 @@ def unavailable() -> str | None:
 
 
 def compiling(calls: Iterable[Callable[[], Any]]) -> AbstractContextManager[None]:
-    """Compile what these calls need on all cores, and launch nothing of them."""
+    """Compile what these calls, and such of other sizes, need on all cores; launch nothing of them.
+
+    Within the scope a call runs by every plan that it could have with another size.
+    """
     from sluice.backends.triton import launch
 
-    return launch.compiling(calls)
+    return launch.warming(calls)
 
 
 def refuse(problem: Problem) -> str | None:

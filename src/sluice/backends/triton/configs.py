@@ -123,26 +123,27 @@ def conv(D: int, tokens: int) -> Config:
     return config._replace(BLOCK_D=min(config.BLOCK_D, power_of_two(D)))
 
 
-# conv_qkv; the unit is the tokens of the call. H200, 2026-11-15.
+# conv_qkv; the unit is the tokens of a sequence. H200, 2026-11-15.
 # One warp in every row: the order of the norm's sum is its lanes'. With 64 registers an SM holds 32
 # programs of one warp, which is as many as it takes; what Triton 3.8 makes would spill 104 bytes.
 _FEW = 64 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else None
+_ONE = Config(num_warps=1, BLOCK_T=1, CHUNK=1, maxnreg=_FEW, fp_fusion=True)
 CONV_QKV: tuple[Row, ...] = (
-    Row(ANY, Config(num_warps=1, BLOCK_T=4, CHUNK=16, maxnreg=_FEW, fp_fusion=True)),
+    Row(1, _ONE),
+    Row(4, _ONE._replace(BLOCK_T=4, CHUNK=4)),
+    Row(ANY, _ONE._replace(BLOCK_T=4, CHUNK=16)),
 )
 
 
-def conv_qkv(K: int, V: int, N: int, tokens: int, itemsize: int = 2) -> Config:
-    """The row for ``tokens`` tokens in N sequences, cut for shorter ones; channels are a head's.
+def conv_qkv(K: int, V: int, tokens: int, itemsize: int = 2) -> Config:
+    """The row for sequences of ``tokens`` tokens; channels are a head's.
 
     Heads wider than 256 bytes have as many registers as they like.
     """
-    config = _pick(CONV_QKV, tokens)
-    longest = power_of_two(max(1, -(-tokens // max(N, 1))))
-    rows, chunk = min(config.BLOCK_T, longest), min(config.CHUNK, longest)
     channels = power_of_two(max(K, V))
+    config = _pick(CONV_QKV, tokens)
     registers = config.maxnreg if channels * itemsize <= 256 else None
-    return config._replace(BLOCK_T=rows, CHUNK=chunk, BLOCK_D=channels, maxnreg=registers)
+    return config._replace(BLOCK_D=channels, maxnreg=registers)
 
 
 # step: a program holds a whole state. H200, 2026-11-15. "kv": all keys are one piece, so that most

@@ -232,6 +232,11 @@ def blocks(p: ConvProblem, chunk: int) -> int:
     return p.N * max(1, configs.blocks(p.T, chunk))
 
 
+def average(p: ConvProblem) -> int:
+    """Tokens of a sequence, as far as shapes know."""
+    return configs.blocks(p.T, max(p.N, 1)) if p.varlen else p.T
+
+
 def shared(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> dict[str, Any]:
     """The arguments that both convolutions have."""
     r, saved = t.rows, t.checkpoint_slots
@@ -277,7 +282,7 @@ def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
             BLOCK_D=config.BLOCK_D,
         )
         return
-    config = configs.conv(p.D, max(2, p.T // max(p.N, 1) if p.varlen else p.T))
+    config = configs.conv(p.D, max(2, average(p)))
     launch(
         conv_kernel,
         blocks(p, config.CHUNK) * configs.blocks(p.D, config.BLOCK_D),

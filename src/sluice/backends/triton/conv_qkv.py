@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.conv import FREE, UNALIGNED, blocks, locate, shared
+from sluice.backends.triton.conv import FREE, UNALIGNED, average, blocks, locate, shared
 from sluice.backends.triton.launch import dense, launch, strides
 from sluice.backends.triton.tiles import NORM_EPS, begin, exp, sigmoid, softplus
 from sluice.backends.triton.window import load_weights, save_windows
@@ -484,8 +484,7 @@ def steps(p: ConvQkvProblem, t: ConvQkvTensors, config: configs.Config) -> dict[
 
 def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
     """Serve ``conv_qkv``."""
-    tokens = p.T if p.varlen else p.N * p.T
-    config = configs.conv_qkv(p.K, p.V, p.N, tokens, t.x.element_size())
+    config = configs.conv_qkv(p.K, p.V, average(p), t.x.element_size())
     gates = t.g is not None or t.beta is not None
     launch(
         conv_qkv_kernel,

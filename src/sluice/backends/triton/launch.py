@@ -23,6 +23,7 @@ from sluice.backends.triton.configs import Config
 from sluice.contract.problem import Problem
 
 _compile_only: ContextVar[bool] = ContextVar("sluice_compile_only", default=False)
+_every_plan: ContextVar[bool] = ContextVar("sluice_every_plan", default=False)
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
@@ -206,9 +207,31 @@ def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
         active.set(None)  # Triton 3.6 does not where its scope ends in an exception of its own
 
 
+@contextmanager
+def warming(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    """``compiling``, for calls that stand for others of any size: see ``every_plan``."""
+    token = _every_plan.set(True)
+    try:
+        with compiling(calls):
+            yield
+    finally:
+        _every_plan.reset(token)
+
+
+def every_plan() -> bool:
+    """Whether a call is to run by each of the plans that calls of other sizes have."""
+    return _every_plan.get()
+
+
 def strides(x: Tensor | None, name: str, dims: str) -> dict[str, int]:
-    """``stride_<name>_<d>`` for the leading dimensions of x."""
+    """``stride_<name>_<d>`` for the leading dimensions of x.
+
+    0 along a batch of one: the step over a long packed row would not fit into 32 bits, and with one
+    that does not Triton compiles another kernel.
+    """
     steps = (0,) * len(dims) if x is None else x.stride()
+    if x is not None and dims[0] == "b" and x.shape[0] == 1:
+        steps = (0, *steps[1:])
     return {f"stride_{name}_{d}": step for d, step in zip(dims, steps, strict=False)}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sluice.backends.triton import configs
+from sluice.backends.triton import launch as launching
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import dense, launch, strides
 from sluice.backends.triton.prefill_chunks import (
@@ -86,6 +87,14 @@ def plan(p: DeltaProblem, processors: int) -> Plan:
     return (narrow, wide)[i]._replace(segment=segment)
 
 
+def every_plan(p: DeltaProblem) -> list[Plan]:
+    """A plan for each of the kernels that a problem like this needs, whatever its size."""
+    if p.dtype == torch.float32 or p.K > 128:
+        return [plan(p, 1)]
+    widths = dict.fromkeys(_widths(p))
+    return [width._replace(segment=s) for width in widths for s in (0, SEGMENTS[0])]
+
+
 def _widths(p: DeltaProblem) -> tuple[Plan, Plan]:
     """As little as is quick, and as much as a program can hold.
 
@@ -148,8 +157,9 @@ def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
     """Serve ``prefill``."""
     if p.decay == "key":
         run_per_key(p, t)
-    else:
-        run(p, t, plan(p, processors(p.device)))
+        return
+    for chosen in every_plan(p) if launching.every_plan() else [plan(p, processors(p.device))]:
+        run(p, t, chosen)
 
 
 def run_per_key(p: DeltaProblem, t: DeltaTensors) -> None:

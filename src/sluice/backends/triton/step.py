@@ -38,7 +38,7 @@ from sluice.backends.triton.window import roll_window
 from sluice.contract.problem import StepProblem
 from sluice.contract.tensors import StepTensors
 
-_FREE = ["pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
+_FREE = ["T", "pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
 _FREE += [f"stride_{name}_{dim}" for name in "xzbay" for dim in "nt"]
 _FREE += [f"stride_{name}_{dim}" for name in "zba" for dim in "gh" if name + dim != "zh"]
 _UNALIGNED = ["b_ptr", "a_ptr", "A_log_ptr", "dt_bias_ptr", "norm_weight_ptr", "conv_bias_ptr"]
@@ -94,7 +94,7 @@ def step_kernel(
     stride_state_p,
     stride_y_n,
     stride_y_t,
-    T: tl.constexpr,
+    T,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -109,11 +109,12 @@ def step_kernel(
     CONV_SILU: tl.constexpr,
     GATE_SIGMOID: tl.constexpr,
     STATE_KV: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
 ):
     R: tl.constexpr = HV // HK
     # The dimension along which q and k are halves: [2, C, PIECES] or [C, PIECES, 2]. From the last
     # one the compiler hands their layout, lanes along K, on to the state; from the first it cannot.
-    HALF: tl.constexpr = 0 if STATE_KV or T != 1 else 2
+    HALF: tl.constexpr = 2 if ONE_TOKEN and not STATE_KV else 0
     begin()
     pid = tl.program_id(0)
     seq = (pid // HV).to(tl.int64)
@@ -179,7 +180,7 @@ def step_kernel(
     values_x = v_offset + head_k * stride_v_g + member * V + offs_v[:, None] + values
     values_mask = mask_v[:, None] & (values < 1)
 
-    if T == 1:  # a few loads before the many of the state, which would hold them up
+    if ONE_TOKEN:  # a few loads before the many of the state, which would hold them up
         norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0)
         keys_weights = load_weights(
             conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W
@@ -193,16 +194,16 @@ def step_kernel(
         )  # fmt: skip
         keys_taps = load_taps(
             x_ptr, window_ptr, known, 0, keys_x, keys_channel, keys_mask, stride_x_t,
-            stride_conv_d, stride_conv_l, T, L, W,
+            stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
         )  # fmt: skip
         values_taps = load_taps(
             x_ptr, window_ptr, known, 0, values_x, values_channel, values_mask, stride_x_t,
-            stride_conv_d, stride_conv_l, T, L, W,
+            stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
         )  # fmt: skip
         tl.debug_barrier()
     S = tl.load(read_ptr + offs_tile, mask=mask_tile & known, other=0.0).to(tl.float32)
     S = tl.reshape(S, (C, PIECES, BLOCK_V))
-    if T == 1:
+    if ONE_TOKEN:
         if slots_ptr is not None:
             # The compiler would put the arithmetic on the taps, and so the wait for them, before
             # the state's loads. So the taps hang on a load behind a barrier (of the slot, which the
@@ -216,7 +217,7 @@ def step_kernel(
         )  # fmt: skip
 
     mine = kept  # writes the windows of q and k, once every program that reads them has
-    if arrivals_ptr is not None and T == 1:
+    if arrivals_ptr is not None and ONE_TOKEN:
         # Adds 1, but cannot know it before every tap of every thread has come: who has counted
         # itself has read. The answer comes while the state does, and needs no fence.
         one = 1 + (norms < 0.0).to(tl.int32)
@@ -224,8 +225,8 @@ def step_kernel(
         arrived = tl.atomic_add(counter, one, mask=kept, sem="relaxed")
         mine = kept & (arrived == R - 1)
 
-    for t in range(T):
-        if T != 1:  # weights too: beside the state there is no room to keep them
+    for t in range(1 if ONE_TOKEN else T):
+        if not ONE_TOKEN:  # weights too: beside the state there is no room to keep them
             norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0)
             keys_weights = load_weights(
                 conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W
@@ -235,7 +236,7 @@ def step_kernel(
             )
             keys_taps = load_taps(
                 x_ptr, window_ptr, known, t, keys_x, keys_channel, keys_mask, stride_x_t,
-                stride_conv_d, stride_conv_l, T, L, W,
+                stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
             )  # fmt: skip
             q, k, norms = make_keys(
                 keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys, HALF,
@@ -243,7 +244,7 @@ def step_kernel(
             )  # fmt: skip
             values_taps = load_taps(
                 x_ptr, window_ptr, known, t, values_x, values_channel, values_mask, stride_x_t,
-                stride_conv_d, stride_conv_l, T, L, W,
+                stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
             )  # fmt: skip
             z, a, b, A_log, dt_bias = load_gates(
                 z_ptr + t * stride_z_t, a_ptr + t * stride_a_t, b_ptr + t * stride_b_t,
@@ -263,7 +264,7 @@ def step_kernel(
         S = tl.fma(d_tile, tl.broadcast_to(k[:, :, None], (C, PIECES, BLOCK_V)), S)
         o = tile_dot3(S, q) * scale
         square = tl.sum(o * o, axis=0)
-        if T == 1:
+        if ONE_TOKEN:
             tl.debug_barrier()  # what is overwritten has been read
             store_window(
                 rolled_ptr, values_taps, values_channel, values_mask & kept, stride_conv_d,
@@ -279,7 +280,7 @@ def step_kernel(
         y = tl.where(live, y, 0.0).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + t * stride_y_t + head_v * V + offs_v, y, mask=mask_v)
 
-    if T != 1:
+    if not ONE_TOKEN:
         store_state(write_ptr + offs_tile, S, mask_tile & kept)
         roll_window(
             x_ptr + v_offset + head_k * stride_v_g + member * V,
@@ -289,13 +290,13 @@ def step_kernel(
             L, BLOCK_L,
         )  # fmt: skip
     if arrivals_ptr is not None:
-        if T != 1:
+        if not ONE_TOKEN:
             tl.debug_barrier()
             counter = arrivals_ptr + write_slot * HK + head_k
             arrived = tl.atomic_add(counter, 1, mask=kept, sem="acq_rel")
             mine = kept & (arrived == R - 1)
         tl.store(counter, 0, mask=mine)
-    if T == 1:
+    if ONE_TOKEN:
         tl.debug_barrier()
         store_window(
             rolled_ptr, keys_taps, keys_channel, keys_mask & mine, stride_conv_d, stride_conv_l
@@ -402,4 +403,5 @@ def _plan(p: StepProblem, t: StepTensors, tensors: tuple[Tensor | None, ...]) ->
         CONV_SILU=p.conv_activation == "silu",
         GATE_SIGMOID=p.gate_activation == "sigmoid",
         STATE_KV=p.state_layout == "kv",
+        ONE_TOKEN=p.T == 1,
     )

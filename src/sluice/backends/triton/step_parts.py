@@ -28,13 +28,13 @@ def load_taps(
     stride_x_t,
     stride_conv_d,
     stride_conv_l,
-    T: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     L: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Inputs of some channels up to token t: the whole window and the token where T = 1, else W."""
+    """Inputs of some channels up to token t: the whole window and the only token, else W."""
     taps = ()
-    if T == 1:
+    if ONE_TOKEN:
         for l in tl.static_range(L):
             at = window_ptr + channel * stride_conv_d + l * stride_conv_l
             taps = taps + (tl.load(at, mask=mask & known, other=0.0),)
