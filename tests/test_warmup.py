@@ -57,7 +57,8 @@ def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
     heard: list[str] = []
 
     @contextlib.contextmanager
-    def compiling(calls):
+    def compiling(calls, share):
+        assert share == (0, 1)
         calls = list(calls)
         heard.extend(f"compile {call()}" for call in calls)
         yield
@@ -72,7 +73,7 @@ def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
 
 
 class Other:
-    """A process that compiles a part, and is waited for."""
+    """A process that compiles a share, and is waited for."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -84,27 +85,35 @@ class Other:
         self.log.append("kill")
 
 
-def test_what_others_compile_is_run_when_they_have():
+def test_forms_are_run_when_others_have_compiled_their_shares(monkeypatch):
     log: list[str] = []
+    shares = []
+
+    @contextlib.contextmanager
+    def compiling(device, calls, share=(0, 1)):
+        shares.append((len(list(calls)), share))
+        yield
+
+    monkeypatch.setattr(dispatch, "compiling", compiling)
     todo = list(module.forms(*WHAT))
-    served = module.run(todo, CPU, log.append, [Other(log)])
-    assert sorted(served) == sorted(module.run(todo, CPU, None))
-    assert {form.part() for form in todo} == {*module.ASIDE, None}
-    own = [form.name for form in todo if form.part() is None]
-    theirs = [form.name for form in todo if form.part() is not None]
-    assert log == [*own, f"wait {module.PATIENCE} s", "kill", *theirs]
+    served = module.run(todo, CPU, log.append, [Other(log), Other(log)])
+    assert shares == [(len(todo), (0, 3)), (len(todo), (0, 1))]
+    ends = [f"wait {module.PATIENCE} s", "kill"]
+    waits = [line for i in (2, 3) for line in (f"compiling, process {i} of 3", *ends)]
+    assert log == [*waits, *(form.name for form in todo)]
+    assert [name for name, _ in served] == [form.name for form in todo]
 
 
 def started(monkeypatch: pytest.MonkeyPatch, make) -> list:
-    monkeypatch.setattr(module, "CORES", 1)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 3 * module.CORES)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     return module.compile_aside(make)
 
 
-def test_others_compile_a_part_each_and_run_nothing(monkeypatch, tmp_path):
+def test_others_compile_a_share_each_and_run_nothing(monkeypatch, tmp_path):
     @contextlib.contextmanager
-    def compiling(device, calls):
-        names = [call.__self__.name for call in calls]
-        (tmp_path / names[0].replace(" ", "_")).write_text("\n".join(names))
+    def compiling(device, calls, share):
+        (tmp_path / str(share)).write_text(f"{device} {len(list(calls))}")
         sys.stderr.write("said by another process")
         yield
 
@@ -113,12 +122,12 @@ def test_others_compile_a_part_each_and_run_nothing(monkeypatch, tmp_path):
     others = started(monkeypatch, lambda: (todo, torch.device("cuda")))
     for other in others:
         other.join()
-    assert [other.exitcode for other in others] == [0] * len(module.ASIDE)
-    compiled = [name for path in tmp_path.iterdir() for name in path.read_text().splitlines()]
-    assert sorted(compiled) == sorted(form.name for form in todo if form.part() is not None)
+    assert [other.exitcode for other in others] == [0, 0]
+    compiled = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert compiled == dict.fromkeys(["(1, 3)", "(2, 3)"], f"cuda {len(todo)}")
 
 
-def test_others_that_fail_leave_their_part(monkeypatch):
+def test_others_that_fail_leave_their_share(monkeypatch):
     def make():
         raise RuntimeError("no such GPU")
 
@@ -139,7 +148,12 @@ def test_an_other_that_does_not_end_is_not_waited_for_forever(monkeypatch):
 
 
 def test_there_are_no_others_for_few_cores_or_in_a_process_that_knows_its_gpu(monkeypatch):
-    monkeypatch.setattr(module, "CORES", 1 << 20)
-    assert module.compile_aside(lambda: pytest.fail("called")) == []
+    def make():
+        pytest.fail("called")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2 * module.CORES - 1)
+    assert module.compile_aside(make) == []
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert started(monkeypatch, lambda: pytest.fail("called")) == []
+    assert module.compile_aside(make) == []

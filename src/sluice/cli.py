@@ -179,7 +179,7 @@ def _warmup(args: argparse.Namespace) -> int:
     if args.device is not None:
         _check_device(args.device)
     todo, device = make()
-    with progress(len(todo)) as step:
+    with progress(len(others) + len(todo)) as step:
         served = run(todo, device, step, others)
     backends = sorted({backend for _, backend in served})
     seconds = time.perf_counter() - begin

@@ -146,18 +146,21 @@ def devices(name: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def compiling(device: str, calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
+def compiling(
+    device: str, calls: Iterable[Callable[[], Any]], share: tuple[int, int] = (0, 1)
+) -> Iterator[None]:
     """A scope before which the backends of a device type begin to compile.
 
     Kernels that do not depend on shapes are compiled at once. Those of ``calls`` are compiled on
-    all cores, where a backend can; a call within the scope waits for its own alone.
+    all cores, where a backend can; a call within the scope waits for its own alone. ``share``
+    (i, n): process i of n, each of which compiles a part of them.
     """
     with contextlib.ExitStack() as scopes:
         for name in ORDER:
             if unavailable(name) is None and device in _module(name).DEVICES:
                 getattr(_module(name), "warmup", lambda: None)()
                 if hasattr(_module(name), "compiling"):
-                    scopes.enter_context(_module(name).compiling(calls))
+                    scopes.enter_context(_module(name).compiling(calls, share))
         yield
 
 

@@ -24,11 +24,9 @@ PROMPT, LONG_PROMPT = 130, 2048
 """Tokens; on a GPU, where prompts are cut up, prefill has the long one."""
 SHORT_PROMPTS = (1, 3)
 """Tokens of packed sequences so short that kernels are cut for them: prompts beside decode."""
-ASIDE = ("prefill packed", "prefill dense", "conv_qkv", "causal_conv1d")
-"""Forms, by what their names contain, that `sluice warmup` has other processes compile meanwhile:
-one process makes the intermediate code of one kernel at a time, however many cores there are."""
-CORES, PATIENCE = 8, 120
-"""Fewer cores have enough to do with one process; seconds to wait for another."""
+PROCESSES, CORES, PATIENCE = 8, 2, 120
+"""Of `sluice warmup`, at most, which share the kernels out: one makes the intermediate code of one
+kernel at a time, however many cores there are. Cores for each; seconds to wait for another."""
 
 
 class Kinds(NamedTuple):
@@ -47,10 +45,6 @@ class Form(NamedTuple):
     name: str
     op: str
     make: Callable[[], Call]
-
-    def part(self) -> str | None:
-        """Which of ASIDE it belongs to."""
-        return next((part for part in ASIDE if part in self.name), None)
 
     def run(self) -> str:
         """Make the call; the name of the backend that served it."""
@@ -114,25 +108,22 @@ def run(
 ) -> list[tuple[str, str]]:
     """Compile and run these forms: their names, and the backends that served them.
 
-    ``others`` (``compile_aside``) are waited for before their parts are run; whatever they leave,
-    because they cannot begin or fail, is compiled here.
+    ``others`` (``compile_aside``) compile a share each, and are waited for; whatever they leave,
+    because they cannot begin or fail, is compiled here. Each is a step more of the progress.
     """
-    theirs = [form for form in todo if others and form.part() is not None]
-    served = _run([form for form in todo if form not in theirs], device, progress)
-    for other in others:
+    progress = progress or (lambda _: None)
+    calls = [form.run for form in todo]
+    if others:
+        with dispatch.compiling(device.type, calls, (0, 1 + len(others))):
+            pass
+    for i, other in enumerate(others):
+        progress(f"compiling, process {i + 2} of {1 + len(others)}")
         other.join(PATIENCE)
         other.kill()
-    return served + (_run(theirs, device, progress) if theirs else [])
-
-
-def _run(
-    todo: list[Form], device: torch.device, progress: Callable[[str], None] | None
-) -> list[tuple[str, str]]:
     served = []
-    with dispatch.compiling(device.type, [form.run for form in todo]):
+    with dispatch.compiling(device.type, calls):
         for form in todo:
-            if progress is not None:
-                progress(form.name)
+            progress(form.name)
             served.append((form.name, form.run()))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -140,29 +131,29 @@ def _run(
 
 
 def compile_aside(make: Callable[[], tuple[list[Form], torch.device]]) -> list[BaseProcess]:
-    """Other processes that begin to compile what ``make`` lists, a part each.
+    """Other processes that begin to compile what ``make`` lists, a share each.
 
     They are forks of this one, which has imported everything, and must not know a GPU yet: a fork
     of a process that does cannot have one.
     """
     forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
-    if not forks or (os.cpu_count() or 1) < CORES:
-        return []
-    fork = multiprocessing.get_context("fork")
-    others = [fork.Process(target=_compile, args=(make, part), daemon=True) for part in ASIDE]
-    for other in others:
-        other.start()
-    return list(others)
+    n = min(PROCESSES, (os.cpu_count() or 1) // CORES) if forks else 1
+    others: list[BaseProcess] = []
+    for i in range(1, n):
+        process = multiprocessing.get_context("fork").Process
+        others.append(process(target=_compile, args=(make, (i, n)), daemon=True))
+        others[-1].start()
+    return others
 
 
-def _compile(make: Callable[[], tuple[list[Form], torch.device]], part: str) -> None:
-    """In one of the other processes: compile its forms, run nothing, say nothing."""
+def _compile(make: Callable[[], tuple[list[Form], torch.device]], share: tuple[int, int]) -> None:
+    """In one of the other processes: compile its share, run nothing, say nothing."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     todo, device = make()
     if device.type == "cuda":
-        with dispatch.compiling("cuda", [form.run for form in todo if form.part() == part]):
+        with dispatch.compiling("cuda", [form.run for form in todo], share):
             pass
 
 

@@ -14,7 +14,10 @@ pytest.importorskip("triton", minversion="3.6")
 import triton
 from triton.runtime._async_compile import active_mode
 
+from sluice.backends import triton as portable
 from sluice.backends.triton import launch
+from sluice.backends.triton.decode import decode_kernel
+from sluice.backends.triton.verify import commit_kernel
 
 
 class Kernel:
@@ -135,3 +138,14 @@ def test_a_scope_that_cannot_wait_for_its_kernels_is_closed(monkeypatch, error):
     with pytest.raises(error), launch.compiling([]):
         pass
     assert active_mode.get() is None
+
+
+@pytest.mark.skipif(portable.interpreted(), reason="kernels have no signature there")
+def test_processes_share_the_kernels_out():
+    """Each is one process's; the same with another size, or other tensors, is the same kernel."""
+    kernels = (decode_kernel, commit_kernel)
+    calls = [(k, {"BLOCK_V": v, "N": n}) for k in kernels for v in (8, 16) for n in (1, 2)]
+    shares = [launch.Share(i, 3) for i in range(3)]
+    owners = [[i for i, share in enumerate(shares) if share.has(*call)] for call in calls]
+    assert owners == [[0], [0], [1], [1], [2], [2], [0], [0]]
+    assert all(launch.Share().has(*call) for call in calls)

@@ -8,7 +8,6 @@ the same calls on a GPU, and counts kernels.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,14 +25,12 @@ from sluice.backends.hopper import prefill as hopper_prefill
 from sluice.backends.triton import launch
 from sluice.backends.triton import prefill as portable_prefill
 from sluice.contract import values
-from sluice.layers import GatedDeltaNet, QwenShape
+from sluice.layers import QwenShape
+from tests.gpu.sizes import serve, serve_layer, warmup
 
-warmup = importlib.import_module("sluice.warmup")
 pytestmark = pytest.mark.skipif(portable.interpreted(), reason="kernels have no signature there")
 
 HEADS = [(16, 32), (8, 16), (4, 8), (2, 4), (1, 3), (16, 48), (16, 64)]
-ROWS = (1, 3, 8, 9, 17, 20, 33, 65, 130, 300, 1030)
-TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 130, 1030, 3000, 4096, 16384, 65536, 1 << 18)
 CPU = torch.device("cpu")
 
 
@@ -60,6 +57,9 @@ class Kernels:
     def __init__(self) -> None:
         self.needed: dict[Any, str] = {}
         self.call = ""
+
+    def begin(self, call: str) -> None:
+        self.call = call
 
     def run(self, kernel: Any, programs: int, arguments: dict[str, Any], options: Any) -> None:
         told = tuple(sorted((name, known(kernel, name, x)) for name, x in arguments.items()))
@@ -108,57 +108,6 @@ class Forms(warmup.Forms):
         return torch.empty(*size, dtype=dtype or self.kinds.dtype)
 
 
-def serve(forms: Any, kernels: Kernels) -> None:
-    """Calls of all sizes."""
-
-    def call(op: str, made: Any, what: str) -> None:
-        kernels.call = f"{op} {what}"
-        launch.forget()
-        getattr(ops, op)(*made[0], **made[1])
-
-    for N in ROWS:
-        for T in (1, 2, 3, 5, 8):
-            call("decode", forms.decode(N, T), f"{N} x {T}")
-            for pooled in (True, False)[: 2 if N == 2 else 1]:
-                call("step", forms.step(N, T, pooled), f"{N} x {T} {pooled=}")
-            if T > 1:
-                call("verify", forms.verify(N, T), f"{N} x {T}")
-                call("commit", forms.commit(N, T), f"{N} x {T}")
-            call("causal_conv1d", forms.causal_conv1d(N, T, None), f"pooled {N} x {T}")
-        for T in TOKENS:
-            what = f"packed {N} x {T}"
-            if N * T <= 1 << 18:
-                call("causal_conv1d", forms.causal_conv1d(N, T, True), what)
-                call("conv_qkv", forms.conv_qkv(N, T, True), what)
-                call("conv_qkv", forms.conv_qkv(N, T, True, True), f"{what} beside z")
-                call("prefill", forms.prefill(N, T, True), what)
-        call("rms_norm_gated", forms.rms_norm_gated(N), str(N))
-    for T in TOKENS[6:-1]:  # fewer are a step's; rows of more lie 2**31 elements apart
-        call("conv_qkv", forms.conv_qkv(2, T, False), f"dense 2 x {T}")
-        call("prefill", forms.prefill(2, T, False), f"dense 2 x {T}")
-
-
-def serve_layer(forms: Any, kernels: Kernels) -> None:
-    """A layer with a pool, with states of its own, and with a padded batch."""
-    shape, on = forms.shape, {"device": forms.device}
-    layer = GatedDeltaNet(shape, dtype=forms.kinds.dtype, **on)
-    windows, states = layer.zero_states(5)
-    pool = {"conv_state": windows, "state": states, "slots": torch.tensor([3, 1, 4], **on)}
-    own = {"conv_state": windows[:3], "state": states[:3]}
-    x = torch.zeros(300, shape.hidden, dtype=forms.kinds.dtype, **on)
-    new = torch.tensor([True, False, True], **on)
-    with torch.no_grad():
-        for T in (1, 2, 5, 8, 9, 100):
-            kernels.call = f"layer 3 x {T}"
-            batch = x[: 3 * T].view(3, T, -1)
-            layer(batch, **own)
-            layer(batch, **own, attention_mask=torch.ones(3, T, dtype=torch.int64, **on))
-            if T <= 8:
-                layer(batch, **pool)
-            bounds = torch.arange(0, 3 * T + 1, T, dtype=torch.int32, **on)
-            layer(batch.view(1, 3 * T, -1), **pool, cu_seqlens=bounds, has_state=new)
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}_{heads[1]}")
 @pytest.mark.parametrize("kernels", ["hopper", "triton"], indirect=True)
 def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(kernels, heads):
@@ -171,8 +120,8 @@ def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(
             arguments, options = form.make()
             getattr(ops, form.op)(*arguments, **options)
     warm = dict(kernels.needed)
-    serve(forms, kernels)
-    serve_layer(forms, kernels)
+    serve(forms, kernels.begin)
+    serve_layer(forms, kernels.begin)
     missing = {key: call for key, call in kernels.needed.items() if key not in warm}
     assert not missing, {(key[0], call): nearest(key, warm) for key, call in missing.items()}
 

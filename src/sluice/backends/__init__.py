@@ -12,8 +12,8 @@ A backend is a package that defines
 and may define
 
 - ``warmup()``: compile every kernel, where kernels do not depend on shapes;
-- ``compiling(calls)``: a scope before which the kernels of these calls, and of such calls of any
-  size, begin to compile.
+- ``compiling(calls, share)``: a scope before which the kernels of these calls, and of such calls of
+  any size, begin to compile; of share (i, n) every n-th, from the i-th on.
 """
 
 from __future__ import annotations

@@ -56,14 +56,17 @@ def unavailable() -> str | None:
     return None
 
 
-def compiling(calls: Iterable[Callable[[], Any]]) -> AbstractContextManager[None]:
+def compiling(
+    calls: Iterable[Callable[[], Any]], share: tuple[int, int] = (0, 1)
+) -> AbstractContextManager[None]:
     """Compile what these calls, and such of other sizes, need on all cores; launch nothing of them.
 
-    Within the scope a call runs by every plan that it could have with another size.
+    ``share`` (i, n): every n-th kernel, from the i-th on. Within the scope a call runs by every
+    plan that it could have with another size.
     """
     from sluice.backends.triton import launch
 
-    return launch.warming(calls)
+    return launch.warming(calls, launch.Share(*share))
 
 
 def refuse(problem: Problem) -> str | None:

@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel
 from sluice.backends.triton.configs import Config
 from sluice.contract.problem import Problem
 
-_compile_only: ContextVar[bool] = ContextVar("sluice_compile_only", default=False)
+_compile_only: ContextVar[Share | None] = ContextVar("sluice_compile_only", default=None)
 _every_plan: ContextVar[bool] = ContextVar("sluice_every_plan", default=False)
 _HERE: AbstractContextManager[None] = nullcontext()
 
@@ -72,8 +72,9 @@ def run(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str
 
     Returns what Triton does: the compiled kernel, or None where it is interpreted.
     """
-    if _compile_only.get():
-        return kernel.warmup(**arguments, **options, grid=(programs,))
+    if (share := _compile_only.get()) is not None:
+        mine = share.has(kernel, arguments)
+        return kernel.warmup(**arguments, **options, grid=(programs,)) if mine else None
     return kernel[(programs,)](**arguments, **options)
 
 
@@ -134,7 +135,7 @@ class Plan:
 
     def _launch(self, tensors: Sequence[Tensor | None]) -> None:
         addresses = [None if x is None else x.data_ptr() for x in tensors]
-        usual = not (_compile_only.get() or _unusual(self.kernel))
+        usual = not (_compile_only.get() is not None or _unusual(self.kernel))
         for i in self.aligned:
             usual = usual and not addresses[i] % 16
         if usual and self.compiled is not None:
@@ -181,13 +182,31 @@ def forget() -> None:
     _plans.clear()
 
 
+class Share:
+    """Which kernels one of several processes compiles: every ``of``-th, from ``number`` on."""
+
+    def __init__(self, number: int = 0, of: int = 1) -> None:
+        self.number, self.of = number, of
+        self.known: dict[Any, int] = {}
+
+    def has(self, kernel: Any, arguments: dict[str, Any]) -> bool:
+        """Whether this process compiles it; counted in the order in which kernels come."""
+        if self.of == 1:
+            return True
+        constants = {p.name for p in kernel.params if p.is_constexpr}
+        told = (f"{n}={x}" for n, x in arguments.items() if x is None or n in constants)
+        at = self.known.setdefault((kernel, *told), len(self.known))
+        return at % self.of == self.number
+
+
 @contextmanager
-def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
+def compiling(calls: Iterable[Callable[[], Any]], share: Share | None = None) -> Iterator[None]:
     """Make these calls without launching anything; their kernels compile on all cores meanwhile.
 
     What is called within the scope waits for its own kernels alone, and it is there that one which
     does not compile raises. With a Triton that cannot compile aside, kernels are compiled there,
-    one after the other; in a scope within another, of Triton's own or this, by that one.
+    one after the other; in a scope within another, of Triton's own or this, by that one. With a
+    ``share`` the others' kernels are left to them.
     """
     aside = getattr(triton, "AsyncCompileMode", None)
     active = getattr(aside and importlib.import_module(aside.__module__), "active_mode", None)
@@ -196,7 +215,7 @@ def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
         return
     try:
         with ThreadPoolExecutor() as pool, aside(pool, ignore_errors=True):
-            token = _compile_only.set(True)
+            token = _compile_only.set(share or Share())
             try:
                 for call in calls:
                     call()
@@ -208,11 +227,11 @@ def compiling(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def warming(calls: Iterable[Callable[[], Any]]) -> Iterator[None]:
+def warming(calls: Iterable[Callable[[], Any]], share: Share | None = None) -> Iterator[None]:
     """``compiling``, for calls that stand for others of any size: see ``every_plan``."""
     token = _every_plan.set(True)
     try:
-        with compiling(calls):
+        with compiling(calls, share):
             yield
     finally:
         _every_plan.reset(token)
