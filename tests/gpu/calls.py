@@ -58,17 +58,18 @@ class Model:
         _, draft = sluice.verify(**self.delta(T), conv_inputs=x, conv_state=self.window)
         return sluice.commit(draft, torch.full_like(self.slots, T))
 
-    def step(self, T: int = 1, order: str = "split") -> Any:
+    def step(self, T: int = 1, order: str = "split", pooled: bool = True) -> Any:
+        rows = {"slots": self.slots} if pooled else {}
         return sluice.step(
             self.zeros(2, T, self.D + self.HV * self.V),
             self.zeros(2, T, 2 * self.HV),
             conv_weight=self.weight,
             norm_weight=self.zeros(self.V),
-            conv_state=self.window,
-            state=self.state,
-            slots=self.slots,
+            conv_state=self.window if pooled else self.window[:2],
+            state=self.state if pooled else self.state[:2],
             state_layout=self.layout,
             order=order,
+            **rows,
             **self.rates,
         )
 
@@ -108,6 +109,7 @@ def production(device: str = "cpu") -> Iterator[tuple[str, Call]]:
         yield f"decode of 4 tokens, {short} state", lambda m=model: m.decode(4)
         yield f"verify and commit, {short} state", model.verify
         yield f"step, {short} state", model.step
+        yield f"step of 4 tokens, {short} state", lambda m=model: m.step(4)
     for K in (64, 256):
         model = Model(HK=2, HV=4, K=K, V=K, device=device)
         yield f"decode, K = V = {K}", model.decode
@@ -116,13 +118,16 @@ def production(device: str = "cpu") -> Iterator[tuple[str, Call]]:
         model = Model(layout="kv", state=state, device=device)
         yield f"decode, kv, {short} state", model.decode
         yield f"step, kv, {short} state", model.step
+        yield f"step, kv, {short} state, dense", lambda m=model: m.step(pooled=False)
     one = Model(HK=1, HV=3, device=device)
     yield "step, one key head, r = 3", one.step
     yield "step of 4 tokens, interleaved", lambda: one.step(4, "interleaved")
     model = Model(device=device)
     yield "conv", model.conv
     yield "conv of one token", model.conv_of_one_token
+    yield "conv of few tokens", lambda: model.conv(6)
     yield "conv_qkv", model.conv_qkv
+    yield "conv_qkv, few tokens a sequence", lambda: model.conv_qkv(6)
     yield "conv_qkv, many tokens", lambda: model.conv_qkv(4200)
     yield "conv_qkv, one token a sequence", lambda: model.conv_qkv(2)
     yield "norm", model.norm
