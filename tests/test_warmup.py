@@ -100,7 +100,7 @@ def test_forms_are_run_when_others_have_compiled_their_shares(monkeypatch):
     assert shares == [(len(todo), (0, 3)), (len(todo), (0, 1))]
     ends = [f"wait {module.PATIENCE} s", "kill"]
     waits = [line for i in (2, 3) for line in (f"compiling, process {i} of 3", *ends)]
-    assert log == [*waits, *(form.name for form in todo)]
+    assert log == ["compiling, process 1 of 3", *waits, *(form.name for form in todo)]
     assert [name for name, _ in served] == [form.name for form in todo]
 
 

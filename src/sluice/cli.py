@@ -162,14 +162,9 @@ def _warmup(args: argparse.Namespace) -> int:
     from sluice.warmup import Form, Kinds, compile_aside, forms, run
 
     begin = time.perf_counter()
-    args.gate_dtype = args.gate_dtype or args.dtype
-    layout = args.state_layout
-    kinds = Kinds(
-        **{
-            name: layout if name == "state_layout" else getattr(torch, getattr(args, name))
-            for name in Kinds._fields
-        }
-    )
+    dtypes = (args.dtype, args.gate_dtype or args.dtype, args.state_dtype, args.slots_dtype)
+    dtype, gates, state, slots = (getattr(torch, name) for name in dtypes)
+    kinds = Kinds(dtype, gates, state, args.state_layout, slots)
 
     def make() -> tuple[list[Form], torch.device]:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -179,7 +174,8 @@ def _warmup(args: argparse.Namespace) -> int:
     if args.device is not None:
         _check_device(args.device)
     todo, device = make()
-    with progress(len(others) + len(todo)) as step:
+    others = others if device.type == "cuda" else []  # where there is no GPU they have ended
+    with progress(len(todo) + (1 + len(others) if others else 0)) as step:
         served = run(todo, device, step, others)
     backends = sorted({backend for _, backend in served})
     seconds = time.perf_counter() - begin

@@ -109,15 +109,17 @@ def run(
     """Compile and run these forms: their names, and the backends that served them.
 
     ``others`` (``compile_aside``) compile a share each, and are waited for; whatever they leave,
-    because they cannot begin or fail, is compiled here. Each is a step more of the progress.
+    because they cannot begin or fail, is compiled here. With others, each process is a step more
+    of the progress.
     """
     progress = progress or (lambda _: None)
-    calls = [form.run for form in todo]
+    calls, n = [form.run for form in todo], 1 + len(others)
     if others:
-        with dispatch.compiling(device.type, calls, (0, 1 + len(others))):
+        progress(f"compiling, process 1 of {n}")
+        with dispatch.compiling(device.type, calls, (0, n)):
             pass
-    for i, other in enumerate(others):
-        progress(f"compiling, process {i + 2} of {1 + len(others)}")
+    for i, other in enumerate(others, 2):
+        progress(f"compiling, process {i} of {n}")
         other.join(PATIENCE)
         other.kill()
     served = []
