@@ -72,8 +72,8 @@ def warmup(
     Calls of any size are covered, of these kinds: packed prompts of a state pool (``slots``,
     ``has_state``, ``cu_seqlens`` in int32) and dense ones whose states are their own, rows less
     than 2**31 elements apart; ``step`` in both ways; ``decode``, ``verify``, ``commit`` and
-    ``causal_conv1d`` with ``slots``. Other arguments and dtypes are other kernels, compiled when
-    they come.
+    ``causal_conv1d`` with ``slots``. Indices and gates may be slices. Other arguments and dtypes
+    are other kernels, compiled when they come.
 
     Rows are padding, so that this takes the compiler's time, not the kernels'. Compiled kernels are
     kept on disk by their compilers: a later process finds them. On a GPU all cores compile.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sluice import ops
 from sluice.backends.triton import launch
@@ -17,6 +19,22 @@ Forms = warmup.Forms
 
 ROWS = (1, 3, 8, 9, 17, 20, 33, 65, 130, 300, 1030)
 TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 130, 1030, 3000, 4096, 16384, 65536, 1 << 18)
+
+
+class Sliced(Forms):
+    """Indices and gates begin within another tensor, one element in: at no multiple of 16 bytes."""
+
+    def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        narrow = len(size) == 3 and size[-1] < self.shape.head_v_dim
+        if not narrow or size[1] == self.shape.conv_channels:  # no gates; the window
+            return super().zeros(*size, dtype=dtype)
+        return super().zeros(1 + math.prod(size), dtype=dtype)[1:].view(size)
+
+    def rows(self, N: int) -> dict[str, Any]:
+        return {name: torch.cat((x[:1], x))[1:] for name, x in super().rows(N).items()}
+
+    def packed(self, N: int, T: int) -> dict[str, Any]:
+        return {name: torch.cat((x[:1], x))[1:] for name, x in super().packed(N, T).items()}
 
 
 def serve(forms: Forms, begin: Callable[[str], None] = lambda _: None) -> None:

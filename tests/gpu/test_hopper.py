@@ -87,12 +87,12 @@ def test_a_kernel_compiles_for_hopper_and_fits(name):
     fn, constants = KERNELS[name]
     constants = HEADS | constants
     signature, values, attributes = {}, {}, {}
-    for i, argument in enumerate(fn.arg_names):
+    for i, (argument, parameter) in enumerate(zip(fn.arg_names, fn.params, strict=True)):
         if argument in constants:
             signature[argument], values[(i,)] = "constexpr", constants[argument]
             continue
         signature[argument] = kind(argument, fn is hopper_chunks_kernel)
-        if argument.endswith("_ptr"):
+        if argument.endswith("_ptr") and not parameter.do_not_specialize_on_alignment:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=fn, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": 4}

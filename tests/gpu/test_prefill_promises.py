@@ -18,7 +18,7 @@ import sluice
 from sluice import dispatch
 from sluice.layers import QwenShape
 from sluice.testing import compare
-from tests.gpu.sizes import serve, serve_layer, warmup
+from tests.gpu.sizes import Sliced, serve, serve_layer, warmup
 
 pytestmark = pytest.mark.gpu
 BACKENDS = [name for name in ("hopper", "triton") if dispatch.unavailable(name) is None]
@@ -234,9 +234,10 @@ def test_row_10_after_warmup_a_serving_process_compiles_nothing():
     shape = QwenShape("small", 256, 4, 8, 4, (0, 1, 2))
     sluice.warmup(shape)
     before = variants()
-    forms = warmup.Forms(shape, torch.device("cuda"), warmup.Kinds())
-    serve(forms)
-    serve_layer(forms)
+    what = shape, torch.device("cuda"), warmup.Kinds()
+    serve(warmup.Forms(*what))
+    serve(Sliced(*what))
+    serve_layer(warmup.Forms(*what))
     for lengths in ([20], [1], [2] * 9, [77], [5000], [30000], [1000] * 5, [3, 90, 4000]):
         prompts = Prompts(lengths, 4, 8)
         rows = {"slots": prompts.slots, "cu_seqlens": prompts.bounds}

@@ -26,7 +26,7 @@ from sluice.backends.triton import launch
 from sluice.backends.triton import prefill as portable_prefill
 from sluice.contract import values
 from sluice.layers import QwenShape
-from tests.gpu.sizes import serve, serve_layer, warmup
+from tests.gpu.sizes import Sliced, serve, serve_layer, warmup
 
 pytestmark = pytest.mark.skipif(portable.interpreted(), reason="kernels have no signature there")
 
@@ -40,7 +40,8 @@ def known(kernel: Any, name: str, x: Any) -> Any:
     if param.is_constexpr or x is None:
         return repr(x)
     if isinstance(x, Tensor):
-        return x.dtype
+        free = param.do_not_specialize or param.do_not_specialize_on_alignment
+        return x.dtype, not free and x.data_ptr() % 16 == 0
     if isinstance(x, float):
         return float
     if not isinstance(x, int):  # a descriptor
@@ -101,18 +102,22 @@ def kernels(request, monkeypatch) -> Kernels:
     library._problems.clear()
 
 
-class Forms(warmup.Forms):
+class Untouched(warmup.Forms):
     """Tensors are memory that nobody touches."""
 
     def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*size, dtype=dtype or self.kinds.dtype)
 
 
+class UntouchedSlices(Sliced, Untouched):
+    """Both."""
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}_{heads[1]}")
 @pytest.mark.parametrize("kernels", ["hopper", "triton"], indirect=True)
 def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(kernels, heads):
     shape = QwenShape("a model", 64, *heads, 4, (0, 1, 2))
-    forms = Forms(shape, torch.device("cuda"), warmup.Kinds())
+    forms = Untouched(shape, torch.device("cuda"), warmup.Kinds())
     todo = list(forms.all())
     forms.device = CPU
     with launch.warming([]):
@@ -121,6 +126,7 @@ def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(
             getattr(ops, form.op)(*arguments, **options)
     warm = dict(kernels.needed)
     serve(forms, kernels.begin)
+    serve(UntouchedSlices(shape, CPU, forms.kinds), kernels.begin)
     serve_layer(forms, kernels.begin)
     missing = {key: call for key, call in kernels.needed.items() if key not in warm}
     assert not missing, {(key[0], call): nearest(key, warm) for key, call in missing.items()}

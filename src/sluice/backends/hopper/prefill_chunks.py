@@ -40,6 +40,7 @@ from sluice.backends.hopper.prefill_inverse import (
     unmixed,
 )
 from sluice.backends.hopper.prefill_tiles import barrier, unit_span
+from sluice.backends.triton.launch import GATES, INDICES
 
 C_TOKENS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -204,7 +205,10 @@ def store_inverse(
                     gl.store(a_ptr + to, a.to(dtype), mask=on)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b", "stride_gates_h"])
+@gluon.jit(
+    do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b", "stride_gates_h"],
+    do_not_specialize_on_alignment=[*INDICES, *GATES],
+)
 def hopper_chunks_kernel(
     k_desc,  # [B * T, HK * K], block [C, K]
     g_ptr,  # [B, T, HV]; None: no decay

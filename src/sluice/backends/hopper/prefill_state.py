@@ -29,9 +29,13 @@ from sluice.backends.hopper.prefill_loader import C_TOKENS, ROWS, bring
 from sluice.backends.hopper.prefill_maker import make
 from sluice.backends.hopper.prefill_tiles import unit_span
 from sluice.backends.hopper.prefill_warps import consume
+from sluice.backends.triton.launch import INDICES
 
 
-@gluon.jit(do_not_specialize=["N", "T", "pad_slot", "segment_size", "stride_gates_h"])
+@gluon.jit(
+    do_not_specialize=["N", "T", "pad_slot", "segment_size", "stride_gates_h"],
+    do_not_specialize_on_alignment=INDICES,
+)
 def hopper_state_kernel(
     q_desc,  # [B * T, HQ * K], block [C, 64]
     k_desc,  # [B * T, HK * K], block [C, 64]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.launch import INDICES, dense, launch, strides
 from sluice.backends.triton.tiles import begin
 from sluice.backends.triton.window import (
     FIRST,
@@ -76,11 +76,9 @@ def locate(
 
 
 FREE = ["N", "T", "M", "every", "pad_slot"]
-UNALIGNED = ["slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
-UNALIGNED += ["checkpoint_slots_ptr", "checkpoint_positions_ptr"]
 
 
-@triton.jit(do_not_specialize=FREE, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=FREE, do_not_specialize_on_alignment=INDICES)
 def conv_kernel(
     x_ptr,  # [B, T, D]
     weight_ptr,  # [D, W]
@@ -177,7 +175,7 @@ def conv_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "pad_slot"], do_not_specialize_on_alignment=UNALIGNED[:3])
+@triton.jit(do_not_specialize=["N", "pad_slot"], do_not_specialize_on_alignment=INDICES)
 def conv_one_kernel(
     x_ptr,  # [N, 1, D]
     weight_ptr,  # [D, W]

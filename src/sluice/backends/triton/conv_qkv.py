@@ -17,8 +17,8 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.conv import FREE, UNALIGNED, average, blocks, locate, shared
-from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.conv import FREE, average, blocks, locate, shared
+from sluice.backends.triton.launch import GATES, INDICES, dense, launch, strides
 from sluice.backends.triton.tiles import NORM_EPS, begin, exp, sigmoid, softplus
 from sluice.backends.triton.window import load_weights, save_windows
 from sluice.contract.problem import ConvQkvProblem
@@ -294,7 +294,7 @@ def load_history(
 
 
 _FREE = FREE + [f"stride_{name}_{dim}" for name in ("a", "b", "g", "beta") for dim in "bth"]
-_UNALIGNED = [*UNALIGNED, "a_ptr", "b_ptr", "A_log_ptr", "dt_bias_ptr", "g_ptr", "beta_ptr"]
+_UNALIGNED = [*INDICES, *GATES, "a_ptr", "b_ptr"]
 
 
 @triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.launch import Plan, plan_of, strides
+from sluice.backends.triton.launch import GATES, INDICES, Plan, plan_of, strides
 from sluice.backends.triton.tiles import (
     NORM_EPS,
     begin,
@@ -160,8 +160,7 @@ def advance(
 # what changes from call to call in a serving process, or cannot make a wider load, compiles nothing
 _FREE = ["N", "T", "pad_slot"]
 _FREE += [f"stride_{name}_{dim}" for name in ("v", "g", "beta", "o") for dim in "bth"]
-_UNALIGNED = ["v_ptr", "g_ptr", "beta_ptr", "A_log_ptr", "dt_bias_ptr", "o_ptr", "slots_ptr"]
-_UNALIGNED += ["write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
+_UNALIGNED = [*INDICES, *GATES, "v_ptr", "o_ptr"]
 
 
 @triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)

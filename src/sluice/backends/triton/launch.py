@@ -22,6 +22,13 @@ from triton.compiler import CompiledKernel
 from sluice.backends.triton.configs import Config
 from sluice.contract.problem import Problem
 
+INDICES = ["slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
+INDICES += ["checkpoint_slots_ptr", "checkpoint_positions_ptr"]
+"""Pointers that are often slices of a scheduler's tensors and begin anywhere: no kernel is compiled
+for whether they are multiples of 16 (``do_not_specialize_on_alignment``)."""
+GATES = ["g_ptr", "beta_ptr", "A_log_ptr", "dt_bias_ptr"]
+"""The same of gates per head, a few numbers a token."""
+
 _compile_only: ContextVar[Share | None] = ContextVar("sluice_compile_only", default=None)
 _every_plan: ContextVar[bool] = ContextVar("sluice_every_plan", default=False)
 _HERE: AbstractContextManager[None] = nullcontext()

@@ -35,6 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sluice.backends.triton.launch import GATES, INDICES
 from sluice.backends.triton.tiles import NORM_EPS, begin, softplus
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -148,7 +149,12 @@ def powers(largest, LEAST: tl.constexpr):
     return up, (bits - 13 * (1 << 23)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["N", "T", "tokens", "stride_g_b"])
+_UNALIGNED = [*INDICES, *GATES]
+
+
+@triton.jit(
+    do_not_specialize=["N", "T", "tokens", "stride_g_b"], do_not_specialize_on_alignment=_UNALIGNED
+)
 def prefill_products_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
@@ -419,7 +425,10 @@ def load_keys(
     return k, r
 
 
-@triton.jit(do_not_specialize=["N", "T", "tokens", "stride_beta_b"])
+@triton.jit(
+    do_not_specialize=["N", "T", "tokens", "stride_beta_b"],
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
 def prefill_inverse_kernel(
     k_ptr,  # [B, T, HK, K]
     beta_ptr,  # [B, T, HV]

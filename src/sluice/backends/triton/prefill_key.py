@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sluice.backends.triton.launch import INDICES
 from sluice.backends.triton.prefill_chunks import LOG2_E, inverse_lengths, unit_span, zero_tail
 from sluice.backends.triton.prefill_state import state_offsets
 from sluice.backends.triton.tiles import begin, is_cuda, softplus
@@ -86,7 +87,10 @@ def invert(M):
     return X
 
 
-@triton.jit(do_not_specialize=["N", "T", "M", "every", "pad_slot", "stride_g_b", "stride_beta_b"])
+@triton.jit(
+    do_not_specialize=["N", "T", "M", "every", "pad_slot", "stride_g_b", "stride_beta_b"],
+    do_not_specialize_on_alignment=[*INDICES, "beta_ptr", "A_log_ptr"],
+)
 def prefill_key_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sluice.backends.triton.launch import INDICES
 from sluice.backends.triton.prefill_chunks import unit_span
 from sluice.backends.triton.prefill_walk import any_hard, load_marks, run_of, walk, walk_through
 from sluice.backends.triton.tiles import begin
@@ -26,7 +27,10 @@ def state_offsets(offs_k, offs_v, K: tl.constexpr, V: tl.constexpr, STATE_KV: tl
     return offs_k[:, None] + offs_v[None, :] * K
 
 
-@triton.jit(do_not_specialize=["N", "T", "tokens", "M", "every", "pad_slot", "segment_size"])
+@triton.jit(
+    do_not_specialize=["N", "T", "tokens", "M", "every", "pad_slot", "segment_size"],
+    do_not_specialize_on_alignment=INDICES,
+)
 def prefill_state_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
@@ -196,7 +200,9 @@ def prefill_state_kernel(
         tl.store(at, S.to(state_ptr.dtype.element_ty), mask=tile & write)
 
 
-@triton.jit(do_not_specialize=["N", "T", "tokens", "segment_size"])
+@triton.jit(
+    do_not_specialize=["N", "T", "tokens", "segment_size"], do_not_specialize_on_alignment=INDICES
+)
 def prefill_segments_kernel(
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
@@ -287,7 +293,9 @@ def prefill_segments_kernel(
     tl.store(joined_ptr + at, S, mask=(offs_v < columns)[:, None] & (offs_k < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "T", "pad_slot", "segment_size"])
+@triton.jit(
+    do_not_specialize=["N", "T", "pad_slot", "segment_size"], do_not_specialize_on_alignment=INDICES
+)
 def prefill_join_kernel(
     joined_ptr,  # [segments, HV, K, V + K] float32: S_zero | M in, the state behind it | M out;
     #              in a sequence's last one the state before the first

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sluice.backends.triton import configs
 from sluice.backends.triton.arrivals import arrivals_of
-from sluice.backends.triton.launch import Plan, plan_of, strides
+from sluice.backends.triton.launch import GATES, INDICES, Plan, plan_of, strides
 from sluice.backends.triton.step_parts import (
     conv_taps,
     half_of,
@@ -41,9 +41,8 @@ from sluice.contract.tensors import StepTensors
 _FREE = ["T", "pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
 _FREE += [f"stride_{name}_{dim}" for name in "xzbay" for dim in "nt"]
 _FREE += [f"stride_{name}_{dim}" for name in "zba" for dim in "gh" if name + dim != "zh"]
-_UNALIGNED = ["b_ptr", "a_ptr", "A_log_ptr", "dt_bias_ptr", "norm_weight_ptr", "conv_bias_ptr"]
+_UNALIGNED = [*INDICES, *GATES, "b_ptr", "a_ptr", "norm_weight_ptr", "conv_bias_ptr"]
 _UNALIGNED += ["x_ptr", "z_ptr", "y_ptr", "arrivals_ptr"]
-_UNALIGNED += ["slots_ptr", "write_slots_ptr", "has_state_ptr"]
 
 
 @triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)

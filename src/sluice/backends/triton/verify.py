@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sluice.backends.triton import configs
 from sluice.backends.triton.decode import decode
-from sluice.backends.triton.launch import Plan, plan_of, strides
+from sluice.backends.triton.launch import INDICES, Plan, plan_of, strides
 from sluice.backends.triton.tiles import (
     begin,
     decayed,
@@ -69,7 +69,7 @@ def load_draft(
     return k, d, g
 
 
-_UNALIGNED = ["num_accepted_ptr", "slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
+_UNALIGNED = [*INDICES, "num_accepted_ptr"]
 
 
 @triton.jit(do_not_specialize=["N", "T", "pad_slot"], do_not_specialize_on_alignment=_UNALIGNED)
