@@ -1,18 +1,22 @@
 """The CPU kernels against their floor and their peers, as the ratios they were built to reach.
 
-    PYTHONPATH=src python benchmarks/cpu_targets.py [decode step verify prefill conv growth start]
+    PYTHONPATH=src python benchmarks/cpu_targets.py [LINE ...]
 
-All sides of a line take turns in one process with the same threads; a number is the median of the
-blocks' medians, in microseconds. States are used again and again, so small ones stay in a cache, as
-they do for the peers. Every line is printed only after its output matched float64. The floor reads
-and writes the states with as many threads, and does nothing else. "kernel" is the backend's
-function, "call" the public one with its checks around it.
+Lines: decode, step, verify, prefill, conv, growth, start; by default all of them.
+
+All sides of a line take turns in one process with the same threads, in bursts with a pause before
+each; a number is the median of the bursts' medians, in microseconds. States are used again and
+again, so small ones stay in a cache, as they do for the peers. Every line is printed only after its
+output matched float64. The floor reads and writes the states with as many threads, and does nothing
+else. "launch" is the bound call of the backend, "call" the public function.
+
+A burst during which other processes had a core for more than 2% of the time is measured again, up
+to ten times; how many were kept in spite of that is printed.
 """
 # ruff: noqa: T201
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import random
@@ -24,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +37,21 @@ import torch
 from torch.nn import functional
 
 import sluice
-from sluice import dispatch
+from sluice import calls, dispatch
+from sluice.backends.cpu.block import Fields
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Fields, Kernel, claim, first_range
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind_fields
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.simd import load, pointer, splat, store
+from sluice.backends.cpu.threads import tasks_of
 
 HK, HV, WIDTH, TAPS = 16, 32, 128, 4
 CHANNELS = (2 * HK + HV) * WIDTH
 
 Run = Callable[[], Any]
 
-FLOOR = Fields("floor", "state floats")
+FLOOR = Fields("floor", "state", "floats")
 view = FLOOR.view
 
 
@@ -58,47 +66,86 @@ def _make(version: str) -> Callable[[Any], None]:
     def floor_kernel(block):
         _ = version
         p = view(block)
-        own = first_range(p)
-        for other in range(p.threads):
-            part = (own + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                _touch(pointer(p.state, F32) + i * p.floats, p.floats)
-                i = claim(p, part)
+        for i in tasks_of(p):
+            _touch(pointer(p.state, F32) + i * p.floats, p.floats)
 
     return floor_kernel
 
 
-FLOOR_KERNEL = Kernel("floor", FLOOR, _make)
+FLOOR_KERNEL = Kernel("floor", _make)
 
 
 def floor(state: torch.Tensor) -> Run:
     """Read and write every state once."""
     heads, floats = state.shape[0] * state.shape[1], state[0, 0].numel()
-    block = FLOOR.block({"state": state.data_ptr(), "floats": floats})
-    return lambda: (FLOOR_KERNEL(bytearray(block), heads), state)
+    values = {"floats": floats, "trusted": 1}
+    launch = bind_fields(FLOOR_KERNEL, FLOOR, values, {"state": 0}, lambda _: {"tasks": heads})
+    return lambda: launch([state])
 
 
 # -- timing -------------------------------------------------------------------------------------
 
 
-def medians(sides: dict[str, Run], rounds: int = 15, seconds: float = 0.05) -> dict[str, float]:
-    """Median microseconds of each side; the sides take turns in random order."""
-    for run in sides.values():
-        run()
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name in random.sample(list(sides), len(sides)):
-            time.sleep(0.02)  # threads that another side left spinning go to sleep
-            run, samples = sides[name], []
+class Bursts:
+    """The times of some sides that take turns, in seconds: a list of bursts for each."""
+
+    def __init__(self, sides: dict[str, Run], rounds: int, seconds: float, alone: bool) -> None:
+        self.disturbed = 0
+        self.found: dict[str, list[list[float]]] = {name: [] for name in sides}
+        for run in sides.values():
             run()
-            end = time.perf_counter() + seconds
-            while not samples or time.perf_counter() < end:
+        for _ in range(rounds):
+            for name in random.sample(list(sides), len(sides)):
+                self.found[name].append(self._burst(sides[name], seconds, 10 if alone else 1))
+
+    def _burst(self, run: Run, seconds: float, tries: int) -> list[float]:
+        for left in range(tries, 0, -1):
+            time.sleep(0.02)  # threads that another side left spinning go to sleep
+            samples: list[float] = []
+            run()
+            used, begin = others_seconds(), time.perf_counter()
+            while not samples or time.perf_counter() < begin + seconds:
                 start = time.perf_counter()
                 run()
                 samples.append(time.perf_counter() - start)
-            found[name].append(statistics.median(samples))
-    return {name: 1e6 * statistics.median(x) for name, x in found.items()}
+            used = others_seconds() - used
+            if tries == 1 or used <= max(0.02 * (time.perf_counter() - begin), 0.011):
+                break
+            self.disturbed += left == 1
+        return samples
+
+    def medians(self) -> dict[str, float]:
+        """Microseconds: the median of the bursts' medians."""
+        middle = {name: map(statistics.median, x) for name, x in self.found.items()}
+        return {name: 1e6 * statistics.median(x) for name, x in middle.items()}
+
+    def means(self) -> dict[str, float]:
+        """Microseconds per call, over all calls."""
+        return {n: 1e6 * statistics.fmean(chain(*x)) for n, x in self.found.items()}
+
+    def last(self, share: float) -> dict[str, float]:
+        """Microseconds that only a share of the calls exceeds."""
+        times = {name: sorted(chain(*x)) for name, x in self.found.items()}
+        return {name: 1e6 * x[int((1 - share) * (len(x) - 1))] for name, x in times.items()}
+
+
+def others_seconds() -> float:
+    """Core seconds that other processes have had so far; 0 where Linux does not say."""
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return 0.0
+    ticks = [int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9]]
+    busy = sum(ticks) - ticks[3] - ticks[4]
+    mine = os.times()
+    return busy / os.sysconf("SC_CLK_TCK") - mine.user - mine.system
+
+
+def medians(sides: dict[str, Run], rounds: int = 15, seconds: float = 0.05) -> dict[str, float]:
+    """Median microseconds of each side; the sides take turns in random order."""
+    bursts = Bursts(sides, rounds, seconds, alone=True)
+    if bursts.disturbed:
+        print(f"{'':24}{bursts.disturbed} bursts were disturbed")
+    return bursts.medians()
 
 
 def show(
@@ -112,25 +159,19 @@ def show(
         print(f"{'':24}{'ok  ' if kept else 'MISS'} {text}: {ratio:.2f} ({sense} {bound})")
 
 
-@contextlib.contextmanager
-def _caught(calls: list[Any]) -> Iterator[None]:
-    select = dispatch.select
-    dispatch.select = lambda problem, backend=None: (
-        lambda p, t: calls.append((select(problem, backend), p, t))
-    )
-    try:
-        yield
-    finally:
-        dispatch.select = select
-
-
-def kernel_of(call: Run) -> Run:
-    """The backend's function alone, with the arguments a public call gives it."""
-    calls: list[Any] = []
-    with _caught(calls):
+def launch_of(call: Run) -> Run:
+    """The bound call of the backend alone, with the tensors of a public call."""
+    with calls.check_only() as found:
         call()
-    function, problem, tensors = calls[0]
-    return lambda: function(problem, tensors)
+    spec, tensors = found[0]
+    made = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        if x is not None and x.is_meta
+        else x
+        for x in tensors
+    ]
+    launch = dispatch.choose(spec, "cpu").launch
+    return lambda: launch(made)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
@@ -241,8 +282,8 @@ def sequence_sides(op: str, x: tuple[torch.Tensor, ...], peer: str) -> dict[str,
         for got, exactly in zip(call(), want, strict=True):
             check(got, exactly, bound)
     return {
-        "kernel": kernel_of(calls[0]),
-        "bf16": kernel_of(calls[1]),
+        "launch": launch_of(calls[0]),
+        "bf16": launch_of(calls[1]),
         "call": calls[0],
         "onnxruntime": onnx_attention(x, state.mT.contiguous()),
         "transformers": stock(peer, x, state.mT.contiguous()),
@@ -254,12 +295,14 @@ def decode() -> None:
         sides = sequence_sides("decode", tokens(N, 1), "torch_recurrent_gated_delta_rule")
         sides["floor"] = floor(torch.ones(N, HV, WIDTH, WIDTH))
         goals = {
-            "over the floor": ("kernel", "floor", "<=", 1.7 if N == 1 else 1.35),
-            "transformers": ("transformers", "kernel", ">=", 15.0),
-            "bf16 inputs": ("bf16", "kernel", "<=", 1.25),
+            "over the floor": ("launch", "floor", "<=", 1.7 if N == 1 else 1.35),
+            "transformers": ("transformers", "launch", ">=", 15.0),
+            "bf16 inputs": ("bf16", "launch", "<=", 1.25),
         }
         if N == 1:
-            goals["ONNX Runtime in place"] = ("onnxruntime", "kernel", ">=", 2.0)
+            goals["ONNX Runtime in place"] = ("onnxruntime", "call", ">=", 1.5)
+        elif N == 8:
+            goals["ONNX Runtime in place"] = ("onnxruntime", "call", ">=", 2.0)
         show(f"decode N={N}", medians(sides), goals)
 
 
@@ -267,9 +310,9 @@ def prefill() -> None:
     for T in (512, 2048):
         sides = sequence_sides("prefill", tokens(1, T), "torch_chunk_gated_delta_rule")
         goals = {
-            "transformers' chunks": ("transformers", "kernel", ">=", 4.0),
-            "ONNX Runtime": ("onnxruntime", "kernel", ">=", 1.7),
-            "bf16 inputs": ("bf16", "kernel", "<=", 1.25),
+            "transformers' chunks": ("transformers", "launch", ">=", 4.0),
+            "ONNX Runtime": ("onnxruntime", "launch", ">=", 1.7),
+            "bf16 inputs": ("bf16", "launch", "<=", 1.25),
         }
         show(f"prefill T={T}", medians(sides, 7), goals)
 
@@ -295,7 +338,7 @@ def step() -> None:
         check(call(), want, 1e-5)
         x = tokens(N, 1)
         bare = on_cpu("decode", *x, normalize_qk=True, state=states(N), out=torch.empty_like(x[2]))
-        sides = {"decode": kernel_of(bare), "step": kernel_of(call), "call": call}
+        sides = {"decode": launch_of(bare), "step": launch_of(call), "call": call}
         goals = {"over bare decode": ("step", "decode", "<=", 1.3)} if N >= 8 else {}
         show(f"step N={N}", medians(sides), goals)
 
@@ -309,10 +352,10 @@ def verify() -> None:
         commit = on_cpu("commit", draft, torch.full((N,), 4))
         check(o, want[0], 1e-5)
         check(commit(), want[1], 1e-5)
-        parts = kernel_of(draft_of), kernel_of(commit)
+        parts = launch_of(draft_of), launch_of(commit)
         bare = on_cpu("decode", *one, state=states(N), out=torch.empty_like(one[2]))
         sides = {
-            "decode": kernel_of(bare),
+            "decode": launch_of(bare),
             "verify": parts[0],
             "commit": parts[1],
             "both": partial(_each, parts),
@@ -347,12 +390,12 @@ def conv() -> None:
             *(y.double() for y in given), **exactly, **heads, backend="reference"
         )
         sides: dict[str, Run] = {}
-        for name, inputs in (("kernel", given), ("bf16", (x.bfloat16(), weight, bias))):
+        for name, inputs in (("launch", given), ("bf16", (x.bfloat16(), weight, bias))):
             call = on_cpu("conv_qkv", *inputs, state=window.clone(), **gates, **heads)
             out = call()
             for got, exact_one in zip(out, want, strict=True):
-                check(got, exact_one, 1e-5 if name == "kernel" else 1e-2)
-            sides[name] = kernel_of(partial(call, out=out))
+                check(got, exact_one, 1e-5 if name == "launch" else 1e-2)
+            sides[name] = launch_of(partial(call, out=out))
         first = x.mT.contiguous()
         node = helper.make_node(
             "CausalConvWithState",
@@ -366,9 +409,9 @@ def conv() -> None:
         sides["onnxruntime"] = onnx_session(node, bound, outputs)
         sides["torch"] = partial(_plain_conv, x, weight[:, None], bias)
         goals = {
-            "ONNX Runtime's conv alone": ("onnxruntime", "kernel", ">=", 6.0),
-            "torch conv1d and split": ("torch", "kernel", ">=", 3.0),
-            "bf16 inputs": ("bf16", "kernel", "<=", 1.25),
+            "ONNX Runtime's conv alone": ("onnxruntime", "launch", ">=", 6.0),
+            "torch conv1d and split": ("torch", "launch", ">=", 3.0),
+            "bf16 inputs": ("bf16", "launch", "<=", 1.25),
         }
         show(f"conv_qkv T={T}", medians(sides, 7), goals)
 
@@ -391,13 +434,13 @@ def growth() -> None:
         x = tokens(1, T)
         call = on_cpu("prefill", *x, state=states(1), out=x[2].clone())
         more = megabytes_more(call)  # of a first call: later ones find the scratch memory there
-        each = medians({"t": kernel_of(call)}, 5)["t"] / T
+        each = medians({"t": launch_of(call)}, 5)["t"] / T
         print(f"prefill T={T:<6} {each:.2f} us a token, {more:.1f} MB more memory")
     for N in (8, 16, 32, 64, 128):
         x = tokens(N, 1)
         call = on_cpu("decode", *x, state=states(N), out=x[2].clone())
         more = megabytes_more(call)
-        sides = {"floor": floor(torch.ones(N, HV, WIDTH, WIDTH)), "decode": kernel_of(call)}
+        sides = {"floor": floor(torch.ones(N, HV, WIDTH, WIDTH)), "decode": launch_of(call)}
         each = {name: f"{t / N:.1f}" for name, t in medians(sides, 7).items()}
         print(f"decode N={N:<4} us a sequence: {each}, {more:.1f} MB more memory")
 
@@ -415,7 +458,7 @@ import os, tempfile, time, torch
 os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp()
 from sluice.backends import cpu
 start = time.perf_counter()
-cpu.warmup()
+cpu.compile_kernels(cpu.kernels())
 print(f"all kernels compiled: {time.perf_counter() - start:.1f} s")
 """
 

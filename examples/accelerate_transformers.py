@@ -44,7 +44,7 @@ def random_model() -> nn.Module:
 
 
 def load(args: argparse.Namespace) -> tuple[nn.Module, Tensor, Any]:
-    """The model, a prompt [1, T], and what turns tokens into text (None if nothing does)."""
+    """The model, a prompt [1, T], and the tokenizer (None with random weights)."""
     if args.random:
         model, tokenizer = random_model().to(args.device), None
         ids = torch.randint(1, 1000, (1, args.prompt_tokens))
@@ -58,7 +58,7 @@ def load(args: argparse.Namespace) -> tuple[nn.Module, Tensor, Any]:
 
 
 def timed(model: Any, ids: Tensor, n: int) -> tuple[Tensor, float, float]:
-    """The new tokens, seconds to the first, and tokens a second behind it."""
+    """The new tokens, seconds to the first one, and tokens per second after it."""
 
     def run(tokens: int) -> tuple[Tensor, float]:
         start = time.perf_counter()
@@ -69,7 +69,7 @@ def timed(model: Any, ids: Tensor, n: int) -> tuple[Tensor, float, float]:
             torch.cuda.synchronize()
         return out[:, ids.shape[1] :], time.perf_counter() - start
 
-    run(2)  # whatever is compiled or loaded on first use
+    run(2)  # compiles and loads what the first use needs
     _, first = run(1)
     new, whole = run(n)
     return new, first, (new.shape[1] - 1) / max(whole - first, 1e-9)
@@ -90,7 +90,7 @@ def main() -> None:
     print(f"{type(model).__name__} on {args.device}, prompt of {ids.shape[1]} tokens")
     found = {}
     with torch.inference_mode():
-        if args.device == "cpu":  # there stock cannot use FLA, installed or not
+        if args.device == "cpu":  # FLA has no CPU kernels, but stock would choose it
             with plain_torch(model):
                 found["before"] = timed(model, ids, args.new_tokens)
         else:

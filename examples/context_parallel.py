@@ -1,11 +1,11 @@
-"""Prefill long prompts that lie on several ranks, and go on decoding on one of them.
+"""Prefill long prompts that are divided over ranks, then decode on one rank.
 
     torchrun --standalone --nproc-per-node 4 examples/context_parallel.py
     torchrun --standalone --nproc-per-node 8 examples/context_parallel.py --tokens 1048576
 
-Every rank holds a part of the tokens of one gated delta layer's input. Two exchanges join the
-parts: the inputs of the convolution before each border, and the exact transition of each part.
-With a GPU for each rank it runs on NCCL, otherwise on the CPU with gloo.
+Every rank holds a part of the input tokens of one gated delta layer. Two exchanges join the parts:
+the conv inputs before each border, and the exact transition of each part. The program uses NCCL
+where there is a GPU, and gloo on a CPU.
 """
 # ruff: noqa: T201
 
@@ -35,19 +35,19 @@ def main() -> None:
         torch.cuda.set_device(device)
     ranks = Ranks(timeout=60)
 
-    torch.manual_seed(0)  # the same layer and the same prompts everywhere
+    torch.manual_seed(0)  # the same layer and the same prompts on every rank
     shape = QwenShape("example", 256, 2, 8, 1, (0,))
     dtype = torch.bfloat16 if gpu else torch.float32
     layer = GatedDeltaNet(shape, device=device, dtype=dtype).requires_grad_(False)
-    layer.A_log.fill_(-6.0)  # heads that remember thousands of tokens: all of a prompt counts
-    # three packed prompts: a short one, a long one over all ranks, one more
+    layer.A_log.fill_(-6.0)  # weak decay: heads remember the whole prompt
+    # three packed prompts; the second one is long and lies on all ranks
     T = options.tokens
     bounds = [0, T // 16, T - T // 8, T]
     split = Split.even(T, ranks.size, bounds)
     part = split.part(ranks.rank)
     x = torch.randn(T, 256, dtype=dtype).to(device)
 
-    # each rank keeps a pool; the final states are delivered to rank 0, which will decode
+    # each rank has a pool; rank 0 will decode, so it gets the final states
     conv_state, state = layer.zero_states(3)
     with torch.inference_mode(), sluice.use_backend(options.backend):
         y = forward(
@@ -59,7 +59,7 @@ def main() -> None:
             state=state,
             deliver=0,
         )
-        # what one device makes of all tokens, to compare
+        # the same on one device, to compare
         whole_states = layer.zero_states(3)
         cu_seqlens = torch.tensor(bounds, device=device)
         whole = layer(x, conv_state=whole_states[0], state=whole_states[1], cu_seqlens=cu_seqlens)
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, over everything."""
+    """The relative error over all elements."""
     difference = (actual.double() - expected.double()).norm()
     return (difference / expected.double().norm()).item()
 

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
 
-Rank i computes its own heads, and one all-reduce a layer sums the outputs. Then the state of the
-first sequence goes from all ranks to half as many, bit for bit: from prefill to decode, say.
+Each rank computes its own heads, and one all-reduce per layer sums the outputs. Then the state of
+the first sequence moves from all ranks to half as many, bit for bit, as from prefill to decode.
 """
 # ruff: noqa: T201
 

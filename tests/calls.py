@@ -1,4 +1,4 @@
-"""Calls that tests cut, pack, pad and shard: arguments by name, with one row a sequence."""
+"""Calls that tests cut, pack, pad and shard: arguments by name, with one row per sequence."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OPS = ("prefill", "decode", "verify", "causal_conv1d", "conv_qkv", "rms_norm_gat
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes and options of a call; what an operator does not have is ignored."""
+    """The sizes and options of a call; an operator ignores those it does not have."""
 
     Hk: int = 2
     r: int = 2
     K: int = 8
     V: int = 8
-    queries: int = 0  # HQ: 0 is HK, otherwise so many times HV
+    queries: int = 0  # HQ: 0 means HK, n means n · HV
     decay: str = "head"  # "none", "head" or "key"
     delta: bool = True
     raw: bool = True
@@ -109,7 +109,7 @@ class Call:
     index: dict[str, Any] = field(default_factory=dict)
 
     def copy(self) -> Call:
-        """The same call on pools of its own."""
+        """The same call on copies of the pools."""
         return replace(self, pools={name: copied(x) for name, x in self.pools.items()})
 
     def pick(self, rows: Any) -> Call:
@@ -126,7 +126,7 @@ class Call:
         return replace(self, rows=rows)
 
     def arguments(self, **options: Any) -> dict[str, Any]:
-        """All of them by name; ``num_accepted`` is commit's."""
+        """All arguments by name, without ``num_accepted``, which is for commit."""
         return {**self.rows, **self.fixed, **self.pools, **self.index, **options}
 
     def run(self, backend: str | None, **options: Any) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class Call:
         return {"o": result[0] if isinstance(result, tuple) else result}
 
     def exact(self, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the oracle makes of it in float64: outputs, and the pools after the call."""
+        """The oracle's float64 result: outputs, and the pools after the call."""
         given = self.arguments(**options)
         host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
         if self.op in ("prefill", "decode"):
@@ -163,7 +163,7 @@ class Call:
         return {"o": oracle.rms_norm_gated(**host)}, {}
 
     def shard(self, rank: int, ranks: int, contiguous: bool = True) -> Call:
-        """The heads of one rank, on pools of its own."""
+        """The heads of one rank, on its own pools."""
 
         def own(name: str, x: Any) -> Any:
             return _shard(self, name, x, rank, ranks, contiguous)
@@ -196,7 +196,7 @@ def make(op: str, shape: Shape, N: int, T: int, seed: int = 0, P: int | None = N
 
 
 def ask(op: str, backend: str | None, /, *args: Any, **kwargs: Any) -> Any:
-    """Call ``sluice.<op>``; a refusal skips the test, or only the example within hypothesis."""
+    """Call ``sluice.<op>``; a refusal skips the test, or just the example in hypothesis."""
     try:
         return getattr(sluice, op)(*args, backend=backend, **kwargs)
     except sluice.BackendError as refusal:
@@ -232,7 +232,7 @@ def copied(pool: Tensor) -> Tensor:
 
 
 def spread(gen_seed: int, P: int, n: int, first: int = 0) -> list[int]:
-    """n different slots of P in no order."""
+    """n different slots of P in random order."""
     return draw.choose_slots(draw.generator(gen_seed), P, n, first)
 
 
@@ -308,7 +308,7 @@ def _conv_weights(s: Shape, gen: torch.Generator, prefix: str) -> dict[str, Any]
 
 
 def _place(name: str, x: Any, shape: Shape) -> Any:
-    """On the device: gates and their parameters in float32, states in theirs, the rest in one."""
+    """Move to the device: gates in float32, states in the state dtype, the rest in the dtype."""
     if not isinstance(x, Tensor):
         return x
     if name == "num_accepted":
@@ -325,7 +325,7 @@ def _at(x: Any, where: Any) -> Any:
 
 
 def _shard(call: Call, name: str, x: Any, rank: int, ranks: int, contiguous: bool) -> Any:
-    """One rank's part of an argument: of each section that has heads or channels of its own."""
+    """One rank's part of an argument, from each section with heads or channels."""
     s, conv = call.shape, call.op in ("causal_conv1d", "conv_qkv")
     if name in ("num_k_heads", "num_v_heads"):
         return x // ranks
@@ -347,6 +347,6 @@ def _shard(call: Call, name: str, x: Any, rank: int, ranks: int, contiguous: boo
 
 
 def sections(x: Tensor, dim: int, sizes: tuple[int, ...], rank: int, ranks: int) -> Tensor:
-    """The rank's part of each section of a dimension, joined; a view where there is one section."""
+    """The rank's part of each section of a dimension, joined; a view if there is one section."""
     parts = [y.chunk(ranks, dim)[rank] for y in x.split(sizes, dim)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

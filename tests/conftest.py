@@ -1,4 +1,4 @@
-"""What every test shares: fixed hypothesis settings, and memory that is never clean by luck."""
+"""Shared by all tests: fixed hypothesis settings, and uninitialised memory that holds NaN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from sluice.testing.inputs import nan_empty
 
-with contextlib.suppress(ModuleNotFoundError):  # a GPU machine may do without; no GPU test needs it
+with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU machine may lack it
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
@@ -24,13 +24,13 @@ with contextlib.suppress(ModuleNotFoundError):  # a GPU machine may do without; 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_clean():
-    """Reliability row 24: every torch.empty holds NaN, so that a dropped store shows."""
+    """Reliability row 24: every torch.empty holds NaN, so that a missing store shows."""
     with nan_empty():
         yield
 
 
 class _Deaf(list):
-    """Handlers of a logger that takes none."""
+    """A list of log handlers that ignores new ones."""
 
     def append(self, handler: object) -> None:
         pass
@@ -38,7 +38,7 @@ class _Deaf(list):
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_trace_records():
-    """pytest listens to every logger, so torch describes all it traces: 4/5 of an export's time."""
+    """pytest listens to every logger, and torch's trace log takes 4/5 of an export's time."""
     logger = logging.getLogger("torch.__trace")
     kept, logger.handlers = logger.handlers, _Deaf()
     yield

@@ -94,7 +94,7 @@ def stock_model(
     dtype: torch.dtype = torch.float32,
     **sizes: Any,
 ) -> nn.Module:
-    """A whole causal language model of transformers, built where it runs and in its dtype."""
+    """A whole causal language model of transformers, built on its device in its dtype."""
     kind = getattr(file_of(family), f"{FAMILIES[family][0]}ForCausalLM")
     torch.manual_seed(seed)
     with default_dtype(dtype), torch.device(device):
@@ -102,7 +102,7 @@ def stock_model(
     for module in model.modules():
         if type(module).__name__.endswith("GatedDeltaNet"):
             randomise(module)
-        elif isinstance(module, nn.Linear | nn.Embedding):  # far enough from a flat distribution
+        elif isinstance(module, nn.Linear | nn.Embedding):  # large enough for logits that differ
             module.weight.data.mul_(4)
     return model.eval()
 
@@ -119,10 +119,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def natural(model: nn.Module, router: float = 4.0) -> nn.Module:
-    """Every product keeps its input's size, whatever the width, so that no layer is lost in noise.
+    """Scale weights so that every product keeps its input's size, and no layer is lost in noise.
 
-    Only the routers' logits are larger: the experts at the edge of being chosen then count for
-    little, and a model that rounds another way is not another model.
+    Only the routers' logits are larger. Then the experts that are just barely chosen count for
+    little, and different rounding does not lead to a different model.
     """
     for module in model.modules():
         kind = type(module).__name__
@@ -137,12 +137,12 @@ def natural(model: nn.Module, router: float = 4.0) -> nn.Module:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Other modules around the very same parameters."""
+    """New modules that share the same parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 class _Widened:
-    """The weights of experts, in float32 where they are asked for: a copy is twice their size."""
+    """Experts' weights, converted to float32 on access: a full copy would be twice their size."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
@@ -167,7 +167,7 @@ def exact_of(model: nn.Module) -> nn.Module:
 
 
 def randomise(layer: nn.Module) -> nn.Module:
-    """Weights of natural size; decays per token from 0.45 to 0.999, so that states matter."""
+    """Weights of usual size; decays per token from 0.45 to 0.999, so that states matter."""
     for name, p in layer.named_parameters():
         if "proj" in name:
             p.data.normal_(std=p.shape[1] ** -0.5)
@@ -179,7 +179,7 @@ def randomise(layer: nn.Module) -> nn.Module:
 
 
 def own_cache(model: nn.Module) -> Any:
-    """The cache class of the model's own that transformers had until 5.4; None since."""
+    """The model's own cache class, which transformers had until 5.4; None since then."""
     for name, kind in vars(sys.modules[type(model).__module__]).items():
         if name.endswith("DynamicCache") and name != "DynamicCache":
             return kind
@@ -187,7 +187,7 @@ def own_cache(model: nn.Module) -> Any:
 
 
 def static(model: nn.Module, length: int = 64) -> Any:
-    """A static cache, where transformers has one for the model."""
+    """A static cache, if transformers has one for the model."""
     from transformers import StaticCache
 
     if own_cache(model) is not None:
@@ -196,7 +196,7 @@ def static(model: nn.Module, length: int = 64) -> Any:
 
 
 def compiled(model: nn.Module, stock: nn.Module) -> Any:
-    """The model's forward, compiled whole; skipped only where stock's does not compile either."""
+    """The compiled forward of the model; skips if stock does not compile either."""
 
     def whole(m: nn.Module) -> Any:
         return torch.compile(m.forward, backend="aot_eager", fullgraph=True)
@@ -218,7 +218,7 @@ def compiled(model: nn.Module, stock: nn.Module) -> Any:
 
 
 def new_cache(model: nn.Module) -> Any:
-    """An empty cache that grows, of whatever class this transformers has."""
+    """An empty dynamic cache, of the class that this transformers has."""
     from transformers import DynamicCache
 
     kind = own_cache(model)
@@ -235,7 +235,7 @@ def states_of(cache: Any, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def tokens(*size: int, seed: int = 0, device: str = DEVICE) -> torch.Tensor:
-    """Words to feed a small model."""
+    """Random tokens for a small model."""
     return torch.randint(1, 90, size, generator=torch.Generator().manual_seed(seed)).to(device)
 
 

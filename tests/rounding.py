@@ -1,10 +1,10 @@
-"""How a bfloat16 model is judged: against its weights in float32, by what stock bfloat16 loses.
+"""How to judge a bfloat16 model: its error against float32 weights may not exceed stock's.
 
-Rounding alone makes two bfloat16 models differ, and where tokens nearly tie it decides which of
-them is chosen. So the float32 model says what is right, and stock's distance from it says how much
-rounding does. Errors are taken token by token and compared by quantiles: single tokens are badly
-conditioned in every model (a norm of almost nothing, experts that tie), and a sum of squares sees
-nothing else.
+Rounding alone makes two bfloat16 models differ, and where tokens nearly tie it decides which one is
+chosen. So the model with float32 weights is the reference, and stock's distance from it shows the
+effect of rounding. Errors are taken per token and compared by quantiles: single tokens are badly
+conditioned in every model (a norm of almost nothing, experts that tie), and they would dominate a
+sum of squares.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 # (share of the tokens, how many times stock's error it may have). Over 24 random models on a CPU
 # the median of a hundred tokens was 0.86 to 1.03 times stock's, the ninth decile 0.8 to 1.15 times.
 QUANTILES = ((0.5, 1.1), (0.9, 1.25))
-# The worst single token in these was off by 0.14, by rounding; one that has nothing to do with the
-# exact model's is off by 1.4.
+# By rounding, the worst single token in these was off by 0.14; an unrelated one is off by 1.4.
 WORST = 0.5
-FLOOR = 1e-4  # of an error that stock may have none of
+FLOOR = 1e-4  # allowed where stock has no error
 
 
 def errors(found: Tensor, exact: Tensor) -> Tensor:
@@ -28,7 +27,7 @@ def errors(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def as_good(found: Tensor, stock: Tensor, exact: Tensor, name: str) -> None:
-    """Require vectors (of the last dimension) to be as near to the exact ones as stock's are."""
+    """Require vectors (in the last dimension) to be as close to the exact ones as stock's are."""
     assert found.shape == stock.shape == exact.shape, name
     assert bool(torch.isfinite(found).all()), f"{name}: not finite"
     mine, theirs = errors(found, exact), errors(stock, exact)
@@ -41,7 +40,7 @@ def as_good(found: Tensor, stock: Tensor, exact: Tensor, name: str) -> None:
 
 
 def forced(model: nn.Module, prompts: list[Tensor], new: Tensor) -> Tensor:
-    """The logits [B, n, vocabulary] behind which each of ``new`` [B, n] comes; each row alone."""
+    """The logits [B, n, vocabulary] from which each of ``new`` [B, n] is chosen; each row alone."""
     n, rows = new.shape[1], []
     for prompt, chosen in zip(prompts, new, strict=True):
         ids = torch.cat([prompt, chosen]).unsqueeze(0)
@@ -52,8 +51,8 @@ def forced(model: nn.Module, prompts: list[Tensor], new: Tensor) -> Tensor:
 def near_best(exact: Tensor, stock: Tensor, chosen: Tensor, name: str) -> None:
     """Require each token of ``chosen`` [B, n] to be the exact model's best, or to tie with it.
 
-    ``exact`` and ``stock`` are their logits behind the same tokens. Two logits that are each as
-    wrong as stock's most wrong one there change places within twice that: ``swing``.
+    ``exact`` and ``stock`` are their logits after the same tokens. Two logits, each off by stock's
+    largest error, change places if they are within twice that error: ``swing``.
     """
     swing = 2 * (stock - exact).abs().amax(-1)
     usual = swing.median()

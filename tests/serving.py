@@ -1,4 +1,4 @@
-"""Who serves a call here, and when two results agree."""
+"""The backends that serve a call here, and when two results agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sluice import dispatch, library
+from sluice import calls, dispatch
 from sluice.testing import compare
 from tests.calls import Call, Shape, make
 from tests.suite import DEVICE, backends
@@ -17,7 +17,7 @@ from tests.suite import DEVICE, backends
 
 @dataclass(frozen=True)
 class Server:
-    """An operator on a backend, and whether a row's bits may depend on the rows beside it."""
+    """An operator on a backend, and whether a row's bits may depend on other rows."""
 
     op: str
     backend: str
@@ -29,7 +29,7 @@ class Server:
         return call.run(self.backend, **options)
 
     def agree(self, actual: Tensor, expected: Tensor, shape: Shape, name: str) -> None:
-        """The same bits where they are promised, and within twice the tolerance elsewhere."""
+        """Require the same bits where promised, else agreement within twice the tolerance."""
         (same_bits if self.invariant else close)(actual, expected, shape, name)
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class Server:
 
 def refusals(backend: str, call: Call, **options: Any) -> list[str]:
     """Why the backend does not serve the call (nor its commit); nothing runs."""
-    with library.probing() as problems:
+    with calls.check_only() as found:
         call.run(None, **options)
-    reasons = [dispatch.refusal(backend, problem) for problem in problems]
+    reasons = [dispatch.refusal(backend, spec) for spec, _ in found]
     return [reason for reason in reasons if reason is not None]
 
 
@@ -50,7 +50,7 @@ def servers(*ops: str) -> list[Any]:
     found = []
     for op in ops:
         for backend in backends(op):
-            if refusals(backend, make(op, Shape(), 1, 1)):  # made for other sizes
+            if refusals(backend, make(op, Shape(), 1, 1)):  # it serves other sizes only
                 continue
             if op != "prefill":
                 found.append(Server(op, backend))
@@ -71,14 +71,14 @@ def same_bits(actual: Tensor, expected: Tensor, shape: Shape | None, name: str) 
 
 
 def close(actual: Tensor, expected: Tensor, shape: Shape, name: str) -> None:
-    """Two results of which each may have the contract's error."""
+    """Compare two results that may each have the contract's error."""
     narrow = name.startswith("state") and actual.dtype != torch.float32
     tolerance = compare.tolerance(shape.dtype, actual.dtype if narrow else torch.float32, DEVICE)
     compare.assert_within(actual, expected.double(), 2 * tolerance, name=name)
 
 
 def assert_exact(call: Call, outputs: dict[str, Tensor], expected: Any, slots: Any = None) -> None:
-    """Outputs, and the pools' rows ``slots`` (all of them by default), as the oracle has them."""
+    """Compare outputs, and the pools' rows ``slots`` (default: all), with the oracle."""
     exact, pools = expected
     for name, x in exact.items():
         dtype = torch.float32 if name in ("g", "beta") else call.shape.dtype

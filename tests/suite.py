@@ -1,4 +1,4 @@
-"""Which backends a machine can run, and how a test asks one for a call."""
+"""The backends that a machine can run, and how a test calls one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import sluice
 from sluice import dispatch
-from sluice.testing.workload import Case
+from sluice.testing.case import Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,4 +1,4 @@
-"""The commands: what they print, what they refuse, and that the demo cannot be fooled."""
+"""The commands: what they print, what they refuse, and that the demo notices wrong results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = [
 
 @pytest.fixture
 def small_demo(monkeypatch):
-    """The demo's module, its models made smaller still; heads stay 16 of 128."""
+    """The demo's module with even smaller models; heads stay 16 of 128."""
     pytest.importorskip("transformers")
     from sluice import demo
 
@@ -56,7 +56,7 @@ def without(monkeypatch):
 
 
 def refused(capsys, *argv):
-    """The message of a command that ends with status 2, and no traceback."""
+    """The message of a command that ends with status 2 and without a traceback."""
     try:
         code = cli.main(list(argv))
     except SystemExit as exit_:  # argparse's own

@@ -1,7 +1,7 @@
 """Every case of the contract, on every backend, against the float64 token-by-token oracle.
 
-On a GPU the backends made for it take every case in bfloat16 as well, and Hopper's, which has no
-other sizes, with K = V = 128.
+On a GPU, its backends run every case in bfloat16 too, and ``hopper``, which has no other sizes,
+runs cases with K = V = 128.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU kernels with vectors of other widths: 8 lanes (AVX2), and 4 (SSE; ARM has as many)."""
+"""The CPU kernels with vectors of other widths: 8 lanes (AVX2), and 4 (SSE, ARM)."""
 
 from __future__ import annotations
 

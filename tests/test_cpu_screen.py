@@ -1,4 +1,4 @@
-"""Values that the CPU kernels look at themselves: refused before anything is written, or taken."""
+"""Values that the CPU kernels check: refused before anything is written, or accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who serves a call, why the others do not, and that a slower choice is never silent."""
+"""Which backend serves a call, why the others do not, and that a slower choice warns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import runpy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 import torch
 
 import sluice
-from sluice import dispatch, library, settings
-from sluice.doctor import problems
+from sluice import calls, dispatch, settings
+from sluice.doctor import specs
 from sluice.layers.qwen import PRESETS
-from sluice.testing.workload import Case
+from sluice.testing.case import Case
 
-OPERATORS = tuple(library.OPERATORS)
+OPERATORS = tuple(calls.OPERATORS)
 
 
 def _norm(**options: Any) -> torch.Tensor:
@@ -34,13 +33,13 @@ def _fake(
     reason: str | None = None,
     missing: str | None = None,
 ) -> SimpleNamespace:
-    """A backend that writes one number everywhere, or refuses."""
+    """A backend that writes the same number everywhere, or refuses."""
     return SimpleNamespace(
         OPS=dict.fromkeys(ops, "module"),
         DEVICES=devices,
-        refuse=lambda problem: reason,
+        refuse=lambda spec: reason,
         unavailable=lambda: missing,
-        kernel=lambda op: lambda problem, tensors: tensors.out.fill_(mark),
+        bind=lambda spec: lambda tensors: tensors[spec.TENSORS.index("out")].fill_(mark),
     )
 
 
@@ -50,8 +49,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     real = dispatch._module
 
     def forget() -> None:
-        dispatch._select.cache_clear()
-        dispatch._explain.cache_clear()
+        calls.forget()
         dispatch._warned.clear()
 
     def put(**backends: Any) -> None:
@@ -150,17 +148,18 @@ def test_no_backend_at_all_lists_every_reason(install, monkeypatch):
     ]
 
 
-def test_a_backend_receives_a_frozen_problem_without_tensors(install):
+def test_a_backend_receives_a_frozen_spec_without_tensors(install):
     seen: list[Any] = []
     fake = _fake()
-    fake.refuse = lambda problem: seen.append(problem)
+    fake.refuse = lambda spec: seen.append(spec)
     install(fast=fake)
     _norm()
-    (problem,) = set(seen)
-    assert problem.op == "rms_norm_gated"
-    assert not any(isinstance(x, torch.Tensor) for x in vars(problem).values())
-    with pytest.raises(AttributeError):
-        problem.V = 8
+    (spec,) = set(seen)
+    assert spec.op == "rms_norm_gated"
+    assert not any(isinstance(x, torch.Tensor) for x in vars(spec).values())
+    for name in ("V", "eps", "x"):
+        with pytest.raises(AttributeError):
+            setattr(spec, name, getattr(spec, name))
 
 
 # --------------------------------------------------------------------------------------- warnings
@@ -183,7 +182,7 @@ def test_a_slower_choice_warns_once_and_says_why(install):
 
 def test_another_reason_warns_again(install):
     fake = _fake()
-    fake.refuse = lambda problem: f"V must be 128, got {problem.V}"
+    fake.refuse = lambda spec: f"V must be 128, got {spec.V}"
     install(fast=fake, slow=_fake(2.0))
 
     def wide() -> torch.Tensor:
@@ -243,11 +242,11 @@ def _meta_call(op: str) -> tuple[list[Any], dict[str, Any]]:
 def test_explain_takes_meta_tensors_and_runs_nothing(install, op):
     fake = _fake(reason="too small")
 
-    def kernel(op: str) -> Any:
-        raise AssertionError(f"{op} was run")
+    def bind(spec: Any) -> Any:
+        raise AssertionError(f"{spec.op} was bound")
 
-    fake.kernel = kernel
-    install(fast=fake, slow=SimpleNamespace(**{**vars(_fake(2.0)), "kernel": kernel}))
+    fake.bind = bind
+    install(fast=fake, slow=SimpleNamespace(**{**vars(_fake(2.0)), "bind": bind}))
     args, kwargs = _meta_call(op)
     explanation = sluice.explain(op, *args, **kwargs, device="cpu")
     assert (explanation.op, explanation.chosen) == (op, "slow")
@@ -308,10 +307,10 @@ def test_doctor_lists_every_model_operator_and_backend():
 
 @pytest.mark.parametrize("shape", dict.fromkeys(PRESETS.values()), ids=lambda s: s.name)
 def test_every_preset_is_served_on_a_cpu(shape):
-    found = list(problems(shape, torch.device("cpu")))
-    assert tuple(p.op for p in found) == OPERATORS
-    for problem in found:
-        assert dispatch.explain_problem(problem).chosen is not None
+    found = list(specs(shape, torch.device("cpu")))
+    assert sorted(spec.op for spec in found) == sorted(OPERATORS)
+    for spec in found:
+        assert dispatch.explain(spec).chosen is not None
 
 
 def test_doctor_says_who_serves_each_operator(install):
@@ -327,15 +326,16 @@ def test_doctor_says_who_serves_each_operator(install):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls look as if on a GPU, where values are not read by themselves; nothing runs."""
-    problem_of = library.problem_of
+def on_a_gpu(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that seem to be on a GPU, where values are not checked by default; nothing runs."""
+    describe = calls._describe
 
     def elsewhere(*args: Any) -> Any:
-        return replace(problem_of(*args), device=torch.device("cuda", 0))
+        spec, outputs = describe(*args)
+        return spec.on(torch.device("cuda", 0)), outputs
 
-    monkeypatch.setattr(library, "problem_of", elsewhere)
-    monkeypatch.setattr(dispatch, "select", lambda problem, backend: lambda p, t: None)
+    monkeypatch.setattr(calls, "_describe", elsewhere)
+    install(gpu=_fake(devices=("cuda",)))
 
 
 def _bad_slot() -> None:

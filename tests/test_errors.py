@@ -1,13 +1,12 @@
-"""Every bad call is refused by name: the argument, what was expected, what came. Nothing is lost.
+"""Every bad call is refused: the error names the argument, what was expected and what came.
 
-One row of a table is one change to a valid call. The message must name the argument and hold both
-parts, and every tensor of the call must keep its bits, the pools first of all.
+One row of a table is one change to a valid call. The message must name the argument and contain
+both parts, and every tensor of the call, the pools included, must keep its bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 import sluice
-from sluice import library
+from sluice import calls
+from sluice.testing.case import whole_storage
 from sluice.testing.compare import assert_same_bits
-from sluice.testing.workload import whole_storage
 
 N, HK, HV, K, V, W, P = 2, 2, 4, 8, 6, 4, 7
 D = 2 * HK * K + HV * V
@@ -87,12 +86,12 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def _expanded(x: Tensor) -> Tensor:
-    """All rows of the pool are one and the same memory."""
+    """All rows of the pool share the same memory."""
     return x[:1].expand_as(x)
 
 
 def _with(**parts: Any) -> Callable[[sluice.Draft], sluice.Draft]:
-    return lambda draft: replace(draft, **{n: f(getattr(draft, n)) for n, f in parts.items()})
+    return lambda draft: draft._replace(**{n: f(getattr(draft, n)) for n, f in parts.items()})
 
 
 def _packed(*bounds: int) -> dict[str, Any]:
@@ -234,10 +233,8 @@ METADATA: Table = {
         ({"draft": _with(conv_state=lambda s: s[:4])}, "conv_state | 7 slots | 4"),
         (
             {
-                "draft": lambda d: replace(
-                    d,
-                    conv_state=d.conv_state[:4],
-                    rows=d.rows._replace(slots=None, write_slots=_index(5, 6)),
+                "draft": lambda d: d._replace(
+                    conv_state=d.conv_state[:4], slots=None, write_slots=_index(5, 6)
                 )
             },
             "conv_state | 7 slots | 4",
@@ -328,7 +325,7 @@ METADATA: Table = {
         ({"out": _floats(1, V).expand(3, V)}, "out | overlap | strides [0, 1]"),
     ],
     "step": [
-        ({"qkvz": lambda x: x[0]}, "qkvz | 3 dimensions | shape [56]"),
+        ({"qkvz": lambda x: x[0]}, "qkvz | 3 dimensions | shape [80]"),
         ({"qkvz": _cut}, "z | shape [2, 1, 24] | shape [2, 1, 23]"),
         ({"qkvz": lambda x: x.int()}, "qkvz | dtype float32 | torch.int32"),
         ({"qkvz": _floats(N, 9, D + HV * V)}, "qkvz | at most 8 tokens | T=9"),
@@ -420,7 +417,7 @@ VALUES: Table = {
         ({"num_accepted": _index(0, 4)}, "num_accepted[1] | 0 to 3 tokens | 4"),
         ({"num_accepted": _index(-1, 0)}, "num_accepted[0] | 0 to 3 tokens | -1"),
         (
-            {"draft": lambda d: replace(d, rows=d.rows._replace(slots=_index(2, 2)))},
+            {"draft": lambda d: d._replace(slots=_index(2, 2))},
             "write_slots | no slot twice | 2 in rows 0, 1",
         ),
     ],
@@ -449,19 +446,16 @@ OPERATORS = tuple(METADATA)
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a call that has memory, however deep."""
+    """Every tensor of a call that has memory, at any depth."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             yield name, value
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _tensors(part, key)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name), f"{name}.{field.name}")
     elif isinstance(value, tuple):
-        for i, part in enumerate(value):
-            yield from _tensors(part, f"{name}[{i}]")
+        for part, inner in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            yield from _tensors(inner, f"{name}.{part}")
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -470,7 +464,7 @@ def test_the_call_that_rows_change_is_valid(op):
 
 
 def test_every_operator_has_bad_calls():
-    assert set(METADATA) == set(library.OPERATORS)
+    assert set(METADATA) == set(calls.OPERATORS)
     assert min(map(len, METADATA.values())) >= 5
 
 
@@ -503,7 +497,7 @@ def test_a_bad_call_names_its_fault_and_loses_nothing(op, change, message):
 
 
 def test_a_row_that_is_not_read_may_be_written():
-    """Row 0 starts anew: that row 1 writes the slot it names is no clash."""
+    """Row 0 is new, so row 1 may write the slot that row 0 names."""
     call = _valid("prefill")
     call |= {"has_state": torch.tensor([False, True]), "write_slots": _index(5, 3)}
     before = call["state"][1].clone()

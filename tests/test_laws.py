@@ -1,7 +1,6 @@
-"""The laws of the house: who may import whom, what an import costs and changes, how long files are.
+"""The rules of the code: allowed imports, the cost and effects of an import, the length of files.
 
-Data flows one way: public function, checks, dispatch, one backend's kernel. A package may import
-what lies below it in ``RANKS``, and itself; the exceptions are written out.
+A package may import itself and packages of a lower rank in ``RANKS``. Exceptions are listed.
 """
 
 from __future__ import annotations
@@ -35,22 +34,26 @@ RANKS = {
     "contract": 0,
     "settings": 0,
     "testing": 0,
+    "torch_private": 0,
     "dispatch": 1,
-    "library": 2,
-    "ops": 3,
-    "layers": 4,
-    "gradients": 5,
-    "state_geometry": 5,
-    "state_pool": 6,
-    "doctor": 6,
-    "warmup": 6,
-    "compat": 6,
+    "calls": 2,
+    "torch_ops": 3,
+    "ops": 4,
+    "layers": 5,
+    "gradients": 6,
+    "model_calls": 6,
+    "state_geometry": 6,
+    "state_pool": 7,
+    "doctor": 7,
+    "warmup": 7,
+    "compat": 7,
 }
-ADAPTERS = 7  # integrations, distributed, and whatever else stands on the public names
-PROGRAMS = {"demo": 8, "bench": 8, "cli": 9}  # and these may use testing
+ADAPTERS = 8  # integrations, distributed, and others that use the public names
+PROGRAMS = {"demo": 9, "bench": 9, "cli": 10}  # and these may use testing
+CORE = ("dispatch", "calls", "torch_ops")  # what adapters reach through the public operators
 KERNEL_FILES = {"prefill", "decode", "verify", "conv", "conv_qkv", "norm", "step"}
 
-# Optional packages, and the one place of each: what a folder needs goes when the folder goes.
+# Optional packages, and the only places that may import each.
 OPTIONAL = {
     "numba": ("backends/cpu",),
     "llvmlite": ("backends/cpu",),
@@ -68,7 +71,7 @@ OPTIONAL = {
 
 
 class Import(NamedTuple):
-    """One imported module, and whether merely importing the file imports it."""
+    """One imported module, and whether importing the file imports it at once."""
 
     module: str
     line: int
@@ -133,22 +136,27 @@ def _fault(importer: str, imported: str) -> str | None:
         return "the root imports no backend" if here == "" and "backends" in there else None
     if there.startswith("backends"):
         if here == "gradients" and there in ("backends.chunked", "backends.reference"):
-            return None  # autograd follows their torch code, which no kernel call shows it
+            return None  # autograd differentiates their torch code
         if not here.startswith("backends"):
             return "only dispatch loads a backend, by its name"
-        shared = ("backends", "backends.reference")
+        if here == "backends.cuda_driver":
+            return "the CUDA driver's module knows no backend"
         if here == "backends.hopper" and there == "backends.triton":
-            return None  # a new architecture overrides, it does not fork
+            return None  # hopper reuses parts of triton
+        if here == "backends.triton" and there == "backends.cuda_driver":
+            return None  # it launches what Triton compiled
+        shared = ("backends", "backends.reference")
         return None if there in shared else "a backend imports no other but the reference"
     if here.startswith("backends"):
-        return None if there in ("contract", "settings") else "backends take contract and settings"
+        below = there in ("contract", "settings", "torch_private")
+        return None if below else "backends take contract, settings and torch_private"
     if there == "":
         return None if _rank(here) >= ADAPTERS else "the package's own parts import parts, not it"
     if there == "testing":
         return None if here in PROGRAMS else "testing is for tests, benchmarks and commands"
     if here == "testing":
         return None if there == "contract" else "testing judges: it imports contract at most"
-    if _rank(here) >= ADAPTERS and there in ("dispatch", "library") and here not in PROGRAMS:
+    if _rank(here) >= ADAPTERS and there in CORE and here not in PROGRAMS:
         return "adapters use the public operators"
     return None if _rank(there) < _rank(here) else f"{there} does not lie below {here}"
 
@@ -175,17 +183,29 @@ def test_a_module_imports_only_what_lies_below_it(path):
         ("sluice.contract.values", "sluice.dispatch"),
         ("sluice.settings", "sluice.contract.errors"),
         ("sluice.dispatch", "sluice.backends.reference"),
-        ("sluice.dispatch", "sluice.library"),
-        ("sluice.library", "sluice.ops"),
+        ("sluice.dispatch", "sluice.calls"),
+        ("sluice.torch_private", "sluice.contract.errors"),
+        ("sluice.calls", "sluice.torch_ops"),
+        ("sluice.calls", "sluice.ops"),
+        ("sluice.torch_ops", "sluice.ops"),
+        ("sluice.contract.spec", "sluice.calls"),
         ("sluice.ops.delta", "sluice.backends.cpu"),
         ("sluice.ops.delta", "sluice.layers"),
         ("sluice.ops.delta", "sluice"),
         ("sluice.ops.delta", "sluice.testing.oracle"),
         ("sluice.layers.qwen", "sluice.backends.triton.decode"),
         ("sluice.layers.qwen", "sluice.state_pool"),
+        ("sluice.layers.qwen", "sluice.model_calls"),
+        ("sluice.model_calls", "sluice.warmup"),
         ("sluice.backends.cpu.decode", "sluice.ops"),
         ("sluice.backends.cpu.decode", "sluice.layers.qwen"),
         ("sluice.backends.cpu.decode", "sluice.dispatch"),
+        ("sluice.backends.cpu.decode", "sluice.calls"),
+        ("sluice.backends.cpu.decode", "sluice.backends.cuda_driver"),
+        ("sluice.backends.cuda_driver", "sluice.backends.triton"),
+        ("sluice.backends.cuda_driver", "sluice.backends.reference"),
+        ("sluice.backends.cuda_driver", "sluice.dispatch"),
+        ("sluice.backends.hopper.prefill", "sluice.backends.cuda_driver"),
         ("sluice.backends.cpu.decode", "sluice.integrations.transformers"),
         ("sluice.backends.cpu.decode", "sluice.backends.triton"),
         ("sluice.backends.hopper.decode", "sluice.backends.cpu.decode"),
@@ -195,14 +215,16 @@ def test_a_module_imports_only_what_lies_below_it(path):
         ("sluice.compat.fla", "sluice.backends.chunked"),
         ("sluice.compat.fla", "sluice.integrations.fla"),
         ("sluice.integrations.transformers", "sluice.backends.cpu"),
-        ("sluice.integrations.transformers", "sluice.library"),
+        ("sluice.integrations.transformers", "sluice.calls"),
+        ("sluice.integrations.transformers", "sluice.torch_ops"),
+        ("sluice.integrations.transformers", "sluice.dispatch"),
         ("sluice.integrations.transformers", "sluice.cli"),
         ("sluice.testing.oracle", "sluice.ops"),
         ("sluice.cli", "sluice.backends.cpu"),
     ],
 )
 def test_the_law_forbids(importer, imported):
-    """The law itself can fail."""
+    """The rule can fail."""
     assert _fault(importer, imported) is not None
 
 
@@ -210,10 +232,15 @@ def test_the_law_forbids(importer, imported):
     ("importer", "imported"),
     [
         ("sluice", "sluice.ops"),
-        ("sluice.library", "sluice.dispatch"),
+        ("sluice.calls", "sluice.dispatch"),
+        ("sluice.torch_ops", "sluice.calls"),
+        ("sluice.ops.delta", "sluice.torch_ops"),
+        ("sluice.warmup", "sluice.model_calls"),
         ("sluice.ops.delta", "sluice.contract.errors"),
         ("sluice.backends.chunked.prefill", "sluice.backends.reference.rows"),
-        ("sluice.backends.cpu.decode", "sluice.contract.problem"),
+        ("sluice.backends.cpu.decode", "sluice.contract.spec"),
+        ("sluice.backends.triton.launch", "sluice.backends.cuda_driver"),
+        ("sluice.backends.triton.launch", "sluice.torch_private"),
         ("sluice.backends.triton", "sluice.backends"),
         ("sluice.integrations.transformers", "sluice.layers.gated_delta_net"),
         ("sluice.integrations.vllm", "sluice.ops"),
@@ -227,7 +254,7 @@ def test_the_law_allows(importer, imported):
 
 
 def test_no_import_goes_round_in_a_circle():
-    """Over the imports that happen when a module is imported."""
+    """Of the imports that happen when a module is imported."""
     edges = {
         name: {i.module for i in _imports(path) if i.eager and i.module in MODULES}
         - {name, "sluice"}
@@ -247,7 +274,7 @@ def test_no_import_goes_round_in_a_circle():
 
 
 def test_only_dispatch_names_the_backends_package():
-    """What no import statement shows: a module looked up by its name."""
+    """Modules that are imported by name, without an import statement."""
     found = {
         path.name
         for path in SOURCES
@@ -312,11 +339,11 @@ def _backends() -> list[Path]:
 
 @pytest.mark.parametrize("folder", _backends(), ids=lambda p: p.name)
 def test_backends_use_the_same_file_names(folder):
-    """``ls`` shows what each one covers; each declares what dispatch asks for."""
+    """``ls`` shows what each backend has, and each defines what dispatch needs."""
     tree = _tree(folder / "__init__.py")
     bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     bound |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-    assert {"OPS", "DEVICES", "kernel", "refuse", "unavailable"} <= bound
+    assert {"OPS", "DEVICES", "bind", "refuse", "unavailable"} <= bound
     (table,) = (
         n.value
         for n in tree.body
@@ -338,7 +365,7 @@ def test_dispatch_knows_only_backends_that_exist():
 
 
 def _environment_reads(tree: ast.AST) -> Iterator[int]:
-    """Lines that look into the environment."""
+    """Lines that read the environment."""
     names = ("environ", "environb", "getenv", "getenvb", "putenv")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in names:
@@ -454,7 +481,7 @@ def _torch_and_what_it_needs() -> list[str]:
 
 
 def _python(code: str, *arguments: str) -> str:
-    """What a fresh interpreter prints; it sees this package and no GPU."""
+    """The output of a new interpreter that can import this package."""
     start = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
     command = [sys.executable, "-c", start + code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -495,9 +522,9 @@ print(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def test_import_takes_less_than_one_and_a_half_times_torch():
-    """Fresh processes in turn. Processor time is judged by medians: other programs do not add to
-    it. Waiting would not show there, so the shortest wall times are compared as well."""
-    _python("import sluice")  # compiles what has changed, and brings files into memory
+    """New processes in turn. Medians of processor time are compared, because other programs do not
+    add to it. It does not include waiting, so the shortest wall times are compared as well."""
+    _python("import sluice")  # writes bytecode, and reads files into the page cache
     rounds = [
         [tuple(map(float, _python(TIMED.format(name)).split())) for name in ("torch", "sluice")]
         for _ in range(3)

@@ -1,7 +1,7 @@
 """Reliability row 20: every option changes the result or raises, on every backend.
 
-For each operator a table says, option by option, what is added to a plain call. The tables are
-compared with the signatures: an option without a row fails.
+For each operator a table says what each option adds to a plain call. The tables are compared with
+the signatures: an option without a row fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sluice import dispatch
 from sluice.testing.compare import assert_within
 from tests.suite import each_backend
 
-N, T, H, DIM, W, P = 2, 8, 4, 8, 4, 9  # T = DIM and H = 4 for all: other layouts fit as well
+N, T, H, DIM, W, P = 2, 8, 4, 8, 4, 9  # T = DIM and H = 4, so that other layouts fit too
 D = 3 * H * DIM
 
 Change = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
@@ -43,7 +43,7 @@ def _conv() -> dict[str, Any]:
 
 
 def _plain(op: str) -> dict[str, Any]:
-    """A call that uses no option it can do without."""
+    """A call without optional arguments."""
     if op in ("prefill", "decode", "verify"):
         return _delta()
     if op == "causal_conv1d":
@@ -70,7 +70,7 @@ def _kept(*slots: int) -> dict[str, Any]:
 
 
 def _packed(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """One packed row of all tokens: the change is where its sequences end."""
+    """One packed row of all tokens; the option changes where its sequences end."""
     return lambda call: {name: call[name].flatten(0, 1).unsqueeze(0) for name in names}
 
 
@@ -78,7 +78,7 @@ RAW = {"A_log": _random(H), "g": _random(N, H, H), "beta": _random(N, H, H, seed
 ROWS = {"slots": _slots(3, 1)}
 BORDERS = {"cu_seqlens": _slots(0, 3, 8)}
 
-# option: (what both calls have besides the plain one, what only the second has)
+# option: (what both calls add to the plain one, what only the second adds)
 POOL: dict[str, tuple[Change, Change]] = {
     "slots": ({}, {"slots": _slots(3, 1)}),
     "write_slots": (ROWS, {"write_slots": _slots(5, 6)}),
@@ -113,7 +113,7 @@ OPTIONS: dict[str, dict[str, tuple[Change, Change]]] = {
     "verify": {
         **DELTA,
         "state": ({}, {"state": _random(P, H, DIM, DIM, seed=3)}),
-        "conv_inputs": ({}, {}),  # these two below
+        "conv_inputs": ({}, {}),  # these two are tested below
         "conv_state": ({}, {}),
     },
     "causal_conv1d": {
@@ -161,7 +161,7 @@ OPTIONS: dict[str, dict[str, tuple[Change, Change]]] = {
     },
 }
 
-# said otherwise below: they choose who computes, where to, and with what guarantee, not what
+# tested below: these do not change what is computed, only by which backend, where to, and how
 ELSEWHERE = {"backend", "out", "cu_seqlens_cpu", "batch_invariant"}
 INPUTS = {"q", "k", "v", "x", "z", "weight", "qkvz", "ba"}
 
@@ -171,7 +171,7 @@ def _apply(call: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _outcome(op: str, call: dict[str, Any], backend: str) -> list[Tensor | None]:
-    """All that a call leaves: its outputs, and its pools afterwards."""
+    """The outputs of a call, and its pools afterwards."""
     call = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
     try:
         result = getattr(sluice, op)(**call, backend=backend)
@@ -216,7 +216,7 @@ def test_row_20_the_option_changes_the_result(op, backend, option):
     common, added = OPTIONS[op][option]
     without = _apply(_plain(op), common)
     results = [_outcome(op, x, backend) for x in (without, _apply(without, added))]
-    if option in ("state", "conv_state"):  # two pools differ by themselves: the outputs must
+    if option in ("state", "conv_state"):  # the two pools differ anyway, so compare the outputs
         results = [found[:1] for found in results]
     assert _differ(*results), f"{op} ignores {option}"
 

@@ -1,10 +1,10 @@
 """Prefill in 16 bits where keys repeat: outputs are then sums that nearly cancel.
 
-With beta = 1 and keys that are equal, correlated or come again, `P Vd` telescopes. Kernels that
-round both factors to bfloat16 have 6e-3 to 9e-3 here at K = V = 128, and twice the error of the
-rest. With other betas the corrections themselves telescope: kernels that round their matrix and
-their values to bfloat16 have 1e-2 to 1e-1, and no less in the state. The aim is the same for every
-input.
+With beta = 1 and keys that are equal, correlated or repeated, `QKg D` telescopes. Kernels that
+round both factors to bfloat16 have errors of 6e-3 to 9e-3 here at K = V = 128, twice their usual
+error. With other betas the corrections themselves telescope: kernels that round their matrix and
+their values to bfloat16 have errors of 1e-2 to 1e-1, also in the state. The bound is the same for
+all inputs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ BY_NAME = {case.name.split("/")[-1]: case for case, _ in cases.pairs("prefill")}
 
 @pytest.fixture
 def bfloat16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's interpreter with bfloat16 as a GPU has it.
+    """Triton's interpreter with the bfloat16 arithmetic of a GPU.
 
-    The interpreter cuts float32 off to bfloat16 and multiplies the bits of bfloat16 matrices as
-    integers, so the backend refuses bfloat16 there. Here it rounds, and multiplies the numbers.
+    The interpreter truncates float32 to bfloat16 and multiplies the bits of bfloat16 matrices as
+    integers, so the backend refuses bfloat16 there. With this fixture it rounds and multiplies
+    correctly.
     """
     import sluice.backends.triton as backend
 
@@ -99,7 +100,7 @@ WAYS = (
 
 
 def nearly_repeated(kind: str, tokens: int, K: int = 128) -> Tensor:
-    """Keys [tokens, K] of length 1: equal, close to one key, coming again, or independent."""
+    """Unit keys [tokens, K]: equal, close to one key, repeating, or independent."""
     keys = torch.nn.functional.normalize(torch.randn(tokens, K), dim=-1)
     how, _, number = kind.partition(" ")
     if how == "independent":
@@ -114,7 +115,7 @@ def nearly_repeated(kind: str, tokens: int, K: int = 128) -> Tensor:
 def call_of(
     keys: list[Tensor], betas: tuple[float | None, ...], dtype: torch.dtype, V: int = 0
 ) -> Any:
-    """A call with these key heads, and for each of them one value head for each of ``betas``."""
+    """A call with these key heads, each with one value head per entry of ``betas``."""
     tokens, K = keys[0].shape
     V = V or (128 if ON_GPU else 32)
     HK, HV = len(keys), len(keys) * len(betas)
@@ -135,7 +136,7 @@ def call_of(
 
 
 def repeating_call(dtype: torch.dtype, way: str) -> dict[str, Any]:
-    """A call with one key head for each of KEYS, and one value head of each for each of BETAS."""
+    """A call with one key head per entry of KEYS, each with one value head per entry of BETAS."""
     torch.manual_seed(0)
     tokens = 1000 if ON_GPU else 195
     call = call_of([nearly_repeated(kind, tokens) for kind in KEYS], BETAS, dtype)
@@ -149,7 +150,7 @@ def repeating_call(dtype: torch.dtype, way: str) -> dict[str, Any]:
 
 
 def found_by(backend: str, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What ``prefill`` makes of a call, the state in a pool of its own."""
+    """The result of ``prefill``, with the state in a copy of the pool."""
     own = call | {"state": call["state"].clone()}
     try:
         return sluice.prefill(**own, backend=backend)
@@ -167,7 +168,7 @@ def errors(found: Tensor, exact: Tensor, dim: int) -> list[float]:
 @pytest.mark.parametrize(("way", "dtype"), WAYS)
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_outputs_and_states_of_nearly_repeated_keys(backend, way, dtype):
-    """Roundings of the corrections add up from token to token here, in o and in the state."""
+    """Here roundings of the corrections add up from token to token, in o and in the state."""
     call = repeating_call(dtype, way)
     exact_o, exact_state = oracle.delta(**call)
     o, state = found_by(backend, call)
@@ -183,7 +184,7 @@ def test_outputs_and_states_of_nearly_repeated_keys(backend, way, dtype):
 )
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_beta_keeps_the_bits_the_inputs_have_not(backend, dtype, beta, aim, kind):
-    """Rounded to the inputs' type, these betas would be 2.6e-3 and 3.5e-4 off, and the state."""
+    """Rounded to the inputs' dtype, these betas and the state would be off by 2.6e-3 and 3.5e-4."""
     torch.manual_seed(0)
     call = call_of([nearly_repeated(kind, 128)], (beta,), dtype)
     _, exact = oracle.delta(**call)
@@ -198,7 +199,7 @@ LENGTHS = (75, 66, 11, 5, 2, 1, 64)
 @pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_a_short_last_chunk_of_equal_keys_is_as_exact(backend):
-    """Packed sequences of one key each: few tokens have few pairs, and errors that add up."""
+    """Packed sequences of one key each: few tokens have few equal pairs, but errors add up."""
     torch.manual_seed(0)
     keys = torch.cat([nearly_repeated("identical", n) for n in LENGTHS])
     call = call_of([keys], (1.0, 0.9, 0.6), torch.bfloat16)
@@ -216,7 +217,7 @@ def test_a_short_last_chunk_of_equal_keys_is_as_exact(backend):
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (256, 128), (48, 80)])
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_equal_keys_of_other_sizes(backend, K, V):
-    """Where kernels have other plans, and hold other parts of a state."""
+    """Sizes at which kernels divide a state in other ways."""
     torch.manual_seed(0)
     keys = [nearly_repeated(kind, 150, K) for kind in ("identical", "every 4")]
     call = call_of(keys, (0.9,), torch.bfloat16, V)
@@ -230,7 +231,7 @@ def test_equal_keys_of_other_sizes(backend, K, V):
 @pytest.mark.parametrize("segment", [0, 128])
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_chunks_of_equal_keys_among_others(backend, segment, monkeypatch):
-    """Runs of one, two and three chunks of either kind; checkpoints inside; cut in segments."""
+    """Runs of one to three chunks of either kind, with checkpoints inside and cut in segments."""
     torch.manual_seed(0)
     kinds = ["identical"] * 2 + ["independent"] + ["identical"] + ["independent"] * 2
     keys = torch.cat([nearly_repeated(kind, 64) for kind in kinds])[:-20]
@@ -257,7 +258,7 @@ def test_chunks_of_equal_keys_among_others(backend, segment, monkeypatch):
 @pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_hard_and_ordinary_chunks_take_turns(backend):
-    """Without checkpoints, which not every backend takes: each kind behind each, a partial end."""
+    """Each kind after each, and a partial end; without checkpoints, which hopper refuses."""
     torch.manual_seed(1)
     kinds = ["independent", "identical", "independent", "independent", "identical", "identical"]
     kinds = (kinds * 4 if ON_GPU else kinds) + ["independent"]
@@ -272,7 +273,7 @@ def test_hard_and_ordinary_chunks_take_turns(backend):
 
 
 def cut_by_triton(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's plan cuts sequences so; its programs look two chunks ahead where that can be set."""
+    """Make Triton cut sequences into these segments, and look two chunks ahead where possible."""
     import triton.language as tl
 
     from sluice.backends.triton import interpreted, prefill, prefill_walk
@@ -286,7 +287,7 @@ def cut_by_triton(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("exponent", [-6, 9])
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_products_beyond_float16_are_no_trouble(backend, exponent):
-    """`q · k` up to 2¹⁸ · 128, or mostly below float16's least, with float16 inputs."""
+    """`q · k` up to 2¹⁸ · 128, or mostly below float16's smallest number, with float16 inputs."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 150, 1, 64, device=DEVICE) for _ in range(3))
     size = 2.0**exponent

@@ -1,7 +1,7 @@
 """Prefill with sequences cut into segments by a given plan, against the oracle.
 
-Plans cut long sequences only; here short ones are cut, so that two to six segments, tails of one
-token, empty and packed rows, unknown states and discarded rows meet them.
+By default only long sequences are cut. Here short ones are, so that cuts meet two to six segments,
+tails of one token, empty and packed rows, new states and rows that are not kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_a_cut_sequence_matches_the_oracle(backend, segment, name, monkeypatch):
 
 
 def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> SimpleNamespace:
-    """What Triton's plan looks at, for a packed call of N sequences of equal length."""
+    """The inputs of Triton's plan, for a packed call of N sequences of equal length."""
     return SimpleNamespace(
         N=N, T=N * tokens, HO=HV, HV=HV, K=128, V=128, varlen=True, dtype=torch.bfloat16,
         device=torch.device("cpu"), batch_invariant=batch_invariant,
@@ -55,7 +55,7 @@ def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> S
 @pytest.mark.parametrize("N", [1, 3, 8])
 @pytest.mark.parametrize("tokens", [64, 2048, 8192, 131072])
 def test_a_plan_of_triton_splits_into_whole_chunks_or_not_at_all(tokens, N, HV):
-    """Segments are whole chunks, long enough for the workspace's promise."""
+    """Segments are whole chunks, and long enough to keep the workspace small."""
     from sluice.backends.triton import prefill
 
     plan = prefill.plan(problem(N, tokens, HV), 132)

@@ -1,4 +1,4 @@
-"""What must hold for any shapes, lengths, slots, pads and splits, on every backend."""
+"""Properties that hold for all shapes, lengths, slots, pads and splits, on every backend."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_is_the_state_of_the_prefix(backend, shape, T, data, seed):
 @pytest.mark.parametrize("backend", backends("verify"))
 @given(shape=shapes(), data=st.data(), N=st.integers(1, 4), seed=seeds)
 def test_verify_and_commit_are_decode_of_the_accepted_tokens(backend, shape, data, N, seed):
-    """Same bits, state and conv window; another count in each row, plain decodes in between."""
+    """The same bits of state and conv window; counts differ by row, with decodes in between."""
     rounds = data.draw(
         st.lists(st.tuples(st.integers(1, 8), st.booleans()), min_size=1, max_size=4)
     )
@@ -172,7 +172,7 @@ def decode(call: calls.Call, backend: str, slots: list[int]) -> torch.Tensor:
     seed=seeds,
 )
 def test_snapshot_and_restore_is_never_having_left(backend, shape, data, conv_order, reserve, seed):
-    """Two layers; sequences leave the pool, others use their rows, and they come back elsewhere."""
+    """Two layers: sequences leave the pool, others use their rows, and they return to new rows."""
     model = [make("step", shape, 3, 1, seed + layer, P=1) for layer in range(2)]
     geometry = PoolGeometry(
         layers=2,
@@ -372,7 +372,7 @@ def test_step_is_conv_qkv_then_decode_then_the_gated_norm(backend, shape, T, N, 
 
 @given(shape=shapes(), seed=seeds)
 def test_drawn_tokens_and_states_are_alive(shape, seed):
-    """No property above may hold because a strategy draws zeros."""
+    """Inputs are not zeros, which would make the properties above trivial."""
     call = make("prefill", shape, 2, 9, seed)
     before = call.pools["state"].clone()
     o = call.run(None)["o"]

@@ -1,4 +1,4 @@
-"""What torch sees: custom ops, their schemas and fakes, compiling, exporting, and no gradients."""
+"""Integration with torch: custom ops, schemas and fakes, compile, export, and no gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sluice
-from sluice import library
+from sluice import calls
+from sluice.testing.case import Case
 from sluice.testing.compare import assert_same_bits
-from sluice.testing.workload import Case
 
 HK, HV, K, V, W = 2, 4, 8, 6, 4
 D = 2 * HK * K + HV * V
@@ -32,7 +32,7 @@ CASES = {
     "rms_norm_gated": Case("torch/norm", "rms_norm_gated", batch=2, tokens=3, **COMMON),
     "step": Case("torch/step", "step", batch=2, order="interleaved", **COMMON),
 }
-OPERATORS = tuple(library.OPERATORS)
+OPERATORS = tuple(calls.OPERATORS)
 
 MUTATES = {
     "prefill": {"state", "out"},
@@ -48,11 +48,11 @@ MUTATES = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_clean() -> None:
-    """Here torch's own compilers call torch.empty: leave it as it is."""
+    """torch's compilers call torch.empty here, so it is not replaced."""
 
 
 def _inputs(op: str, device: str = "cpu") -> dict[str, Any]:
-    """Fresh arguments of the public function, the same at each call."""
+    """New arguments of the public function, with the same values in each call."""
     inputs = CASES["verify" if op == "commit" else op].inputs(torch.float32, device)
     accepted = inputs.pop("num_accepted", None)
     if inputs.get("checkpoints") is not None:
@@ -78,11 +78,17 @@ def _tensors(result: Any) -> list[Tensor]:
 def _flat_arguments(op: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """The arguments that ``torch.ops.sluice.<op>`` gets; the call itself is not made."""
     inputs, found = _inputs(op), []
+
+    def keep(operator: Any, tensors: Any, options: Any, form: Any, backend: Any) -> list[Any]:
+        canonical = operator.canonical(operator.spec.Tensors(*tensors), options, form).tensors
+        found.append((*canonical, *options, backend))
+        return list(canonical)
+
     with monkeypatch.context() as patch:
-        patch.setattr(library, "call", lambda _, t, o, b=None: found.append((t, o, b)))
+        patch.setattr(calls, "call", keep)
         _run(op, inputs)
-    t, o, backend = found[0]
-    return (*library._flat(t), *o, backend)
+    (arguments,) = found
+    return arguments
 
 
 # ------------------------------------------------------------------------- schemas, fakes, opcheck
@@ -120,7 +126,7 @@ def test_exactly_what_is_marked_changes(op, monkeypatch):
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_the_custom_op_gives_the_same_bits(op):
-    """A mode that only looks on makes every call a node: it must not change a number."""
+    """A dispatch mode that only watches makes every call a node; no bit may change."""
 
     class Watch(TorchDispatchMode):
         def __init__(self) -> None:
@@ -170,7 +176,7 @@ def test_fake_tensors_are_checked_too():
 
 
 class Layer(nn.Module):
-    """The middle of a layer: its convolution, the recurrence over a prompt, the gated norm."""
+    """A layer without projections: convolution, recurrence over a prompt, gated norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,10 +272,10 @@ def test_compile_with_inductor():
     torch._dynamo.reset()
 
     def call(qkv: Tensor, state: Tensor) -> Tensor:
-        q, k, v = (2 * qkv).split(1, dim=2)  # strided views of what inductor has made
+        q, k, v = (2 * qkv).split(1, dim=2)  # strided views of inductor's output
         return sluice.decode(q, k, v, normalize_qk=True, state=state)[0].relu()
 
-    # the plainest code is the quickest to build
+    # simple code compiles fastest
     options = {"cpp.simdlen": 0, "cpp_cache_precompile_headers": False}
     compiled = torch.compile(call, fullgraph=True, dynamic=False, options=options)
     qkv, state = torch.randn(2, 3, 3, 8), torch.randn(2, 1, 8, 8)
@@ -289,13 +295,13 @@ def test_compile_once_for_all_lengths():
 
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     with torch.no_grad():
-        for T in (7, 9, 2, 70, 130):  # a first length unlike any other size: equal ones are tied
+        for T in (7, 9, 2, 70, 130):  # torch ties equal sizes, so the first length differs from all
             _same_as_eager(compiled, model, model.inputs(T))
     assert len(graphs) == 1
 
 
 def test_compiled_rules_are_checked():
-    """A call that breaks the contract fails while it is compiled, with the contract's words."""
+    """A call that breaks the contract fails during compilation, with the contract's error."""
     torch._dynamo.reset()
 
     def call(x: Tensor) -> Tensor:
@@ -374,7 +380,7 @@ INPUTS = {
     ("op", "name"), [(op, name) for op, names in INPUTS.items() for name in names]
 )
 def test_a_backward_pass_is_refused_and_never_zero(op, name):
-    """Whatever input wants a gradient, and whichever output it is asked of."""
+    """For every input that wants a gradient, and every output."""
     for i in range(len(_run(op))):
         inputs = _inputs(op)
         leaf = inputs[name] = inputs[name].detach().nan_to_num(0.0).requires_grad_()
@@ -393,7 +399,7 @@ def test_a_backward_pass_through_commit_is_refused():
 
 
 def test_a_state_that_wants_a_gradient_can_be_stepped_again():
-    """Forgetting no_grad() costs a graph that refuses, not the next call."""
+    """Without no_grad() the backward pass is refused, but the next call works."""
     x, pool = torch.ones(1, 1, 1, 4, requires_grad=True), torch.zeros(1, 1, 4, 4)
     state = pool
     for _ in range(3):

@@ -73,7 +73,7 @@ def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
 
 
 class Other:
-    """A process that compiles a share, and is waited for."""
+    """Stands in for a process that compiles a share."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import sluice
+from sluice import progress
 from sluice.bench.command import add_parser as add_bench
 from sluice.contract.errors import SluiceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 when all is well, 1 when outputs disagree, 2 for what cannot be done."""
+    """Run a command; returns 0, or 1 if outputs disagree, or 2 if it cannot be done."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -132,7 +132,7 @@ def _demo(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=getattr(torch, dtype),
     )
-    result = demo.run(options, progress)
+    result = demo.run(options, progress.steps)
     print(f"{result.model}, {dtype}, on {result.machine['device']}", end="")
     print(f" ({result.machine['threads']} threads)" if args.device == "cpu" else "")
     for note in result.notes:
@@ -159,14 +159,15 @@ def _doctor(args: argparse.Namespace) -> int:
 def _warmup(args: argparse.Namespace) -> int:
     import torch
 
-    from sluice.warmup import Form, Kinds, compile_aside, forms, run
+    from sluice.model_calls import Kinds, ModelCall
+    from sluice.warmup import compile_aside, forms, run
 
     begin = time.perf_counter()
     dtypes = (args.dtype, args.gate_dtype or args.dtype, args.state_dtype, args.slots_dtype)
     dtype, gates, state, slots = (getattr(torch, name) for name in dtypes)
     kinds = Kinds(dtype, gates, state, args.state_layout, slots)
 
-    def make() -> tuple[list[Form], torch.device]:
+    def make() -> tuple[list[ModelCall], torch.device]:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return list(forms(args.model, args.tp, device, kinds)), device
 
@@ -174,12 +175,14 @@ def _warmup(args: argparse.Namespace) -> int:
     if args.device is not None:
         _check_device(args.device)
     todo, device = make()
-    others = others if device.type == "cuda" else []  # where there is no GPU they have ended
-    with progress(len(todo) + (1 + len(others) if others else 0)) as step:
-        served = run(todo, device, step, others)
+    others = others if device.type == "cuda" else []  # without a GPU they have ended already
+    with progress.counted() as show:
+        served = run(todo, device, show, others)
     backends = sorted({backend for _, backend in served})
     seconds = time.perf_counter() - begin
-    print(f"{len(served)} forms compiled and run in {seconds:.1f} s, by {', '.join(backends)}")
+    print(
+        f"the kernels of {len(served)} calls are ready after {seconds:.1f} s: {', '.join(backends)}"
+    )
     return 0
 
 
@@ -195,7 +198,7 @@ def _export(args: argparse.Namespace) -> int:
     if not args.out.parent.is_dir():
         raise SluiceError(f"--out: expected a file in a directory that exists, got {args.out}")
     begin = time.perf_counter()
-    with progress(1 + STEPS) as step:
+    with progress.steps(1 + STEPS) as step:
         step("loading the model")
         model, _, notes = demo.load(
             demo.Options(model=args.model, dtype=getattr(torch, args.dtype))
@@ -247,38 +250,6 @@ def _layers(text: str) -> int:
         expected = "at least 4 layers, the fourth of which has full attention"
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return int(text)
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr: rich's where it is installed, plain lines elsewhere.
-
-    Yields a function that names the step that begins.
-    """
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ImportError:
-        count = 0
-
-        def line(step: str) -> None:
-            nonlocal count
-            count += 1
-            print(f"[{count:>{len(str(total))}}/{total}] {step}", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, begun = bar.add_task("", total=total), False
-
-        def advance(step: str) -> None:
-            nonlocal begun
-            bar.update(task, description=step, advance=1 if begun else 0)
-            begun = True
-
-        yield advance
-        bar.update(task, advance=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""``sluice demo``: one hybrid model, stock transformers and sluice, outputs compared, then timed.
+"""``sluice demo``: compare one hybrid model in stock transformers and in sluice, then time both.
 
-Nothing is timed before the outputs agreed. Rounds of both are interleaved; medians are reported.
+Nothing is timed unless the outputs agree. Rounds of both are interleaved; medians are reported.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 import sluice
 from sluice import dispatch
 from sluice.contract.errors import ContractError, SluiceError
-from sluice.doctor import problems
+from sluice.doctor import specs
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch, restore
 from sluice.layers.qwen import ORDERS, QwenShape, from_config, linear_layers_of, preset
 from sluice.state_pool import MissingDependencyError
 from sluice.testing.compare import largest_error, relative_error
 
 KINDS = ("transformers", "sluice")
-# of each, the whole model, its gated delta layers, and their operators: all but the projections
+# of each: the whole model, its gated delta layers, and their operators (without projections)
 PHASES = ("prefill", "prefill_gdn", "prefill_ops", "decode", "decode_gdn", "decode_ops")
 # relative error of the logits; a lost or stale state makes it about 1
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -40,7 +40,7 @@ Progress = Callable[[int], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True)
 class Options:
-    """What to run; ``model`` is a checkpoint directory and replaces ``preset``."""
+    """The options; ``model`` is a checkpoint directory and replaces ``preset``."""
 
     preset: str = "Qwen3.5-4B"
     model: Path | None = None
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass
 class Result:
-    """What was seen. ``seconds[phase][kind]`` has one entry a round; empty if outputs disagree."""
+    """The result. ``seconds[phase][kind]`` has one entry per round; empty if outputs disagree."""
 
     model: str
     notes: list[str]
@@ -71,8 +71,8 @@ class Result:
 
     @property
     def agree(self) -> bool:
-        """Logits within tolerance; in float32 every greedy token the same as well."""
-        exact = self.options["dtype"] == "float32"  # elsewhere near ties may fall either way
+        """Whether logits are within tolerance and, in float32, all greedy tokens are the same."""
+        exact = self.options["dtype"] == "float32"  # else rounding may decide near ties
         same = self.equal_tokens == self.all_tokens or not exact
         return self.error <= self.tolerance and same
 
@@ -86,7 +86,7 @@ class Result:
         return {**asdict(self), "agree": self.agree, "median_ms": medians}
 
     def agreement(self) -> str:
-        """One sentence."""
+        """The agreement in one sentence."""
         verb = "agree" if self.agree else "DISAGREE"
         return (
             f"Outputs {verb}: relative error of the logits {self.error:.1e} (largest single one "
@@ -96,7 +96,7 @@ class Result:
         )
 
     def table(self) -> str:
-        """Times side by side."""
+        """The times of both, as a table."""
         batch, prompt = self.options["batch"], self.options["prompt_length"]
         names = {
             "prefill": f"prefill, {batch} x {prompt} tokens",
@@ -115,10 +115,10 @@ class Result:
 
 
 def run(options: Options, progress: Progress) -> Result:
-    """Build or load the model, compare, and time what agreed."""
+    """Build or load the model, compare the outputs, and time both if they agree."""
     _need_transformers()
     if options.model is None:
-        preset(options.preset)  # a name that is not known is refused before anything is shown
+        preset(options.preset)  # refuses an unknown name before anything is shown
     elif not (options.model / "config.json").is_file():
         raise SluiceError(f"--model: expected a directory with config.json, got {options.model}")
     with torch.no_grad(), progress(3 + 2 * options.rounds) as advance:
@@ -146,7 +146,7 @@ def run(options: Options, progress: Progress) -> Result:
 
 
 def build(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
-    """A model with a preset's gated delta heads, made small elsewhere; and what was made small."""
+    """A model with a preset's gated delta heads, its shape, and what was made smaller."""
     import transformers
 
     shape = preset(options.preset)
@@ -188,7 +188,7 @@ def build(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
 
 
 def load(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
-    """A checkpoint directory, whole."""
+    """The whole model of a checkpoint directory."""
     import transformers
 
     assert options.model is not None
@@ -203,7 +203,7 @@ def load(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
         )
     except SluiceError:
         raise
-    except Exception as error:  # whatever a damaged checkpoint makes its loaders raise
+    except Exception as error:  # a damaged checkpoint may raise anything
         raise SluiceError(f"--model: cannot load {options.model}: {error}") from error
     notes = [f"checkpoint {options.model}, {shape.layers} layers ({shape.linear_layers} linear)"]
     return model.to(options.device).eval().requires_grad_(False), shape, notes
@@ -211,7 +211,7 @@ def load(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
 
 @contextlib.contextmanager
 def running(model: nn.Module, kind: str) -> Iterator[None]:
-    """The model with its own layers, or with sluice's."""
+    """A scope in which the model runs its own layers, or sluice's."""
     on_cpu = next(model.parameters()).device.type == "cpu"
     with ExitStack() as stack:
         if kind == "sluice":
@@ -225,9 +225,9 @@ def running(model: nn.Module, kind: str) -> Iterator[None]:
 def generate(
     model: Any, ids: Tensor, tokens: int, feed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits of the prompt's end and of every token after it, and the greedy tokens.
+    """Logits of the prompt's last token and of every token after it, and the greedy tokens.
 
-    ``feed``: the tokens to decode instead of one's own, so that two runs see the same input.
+    ``feed``: tokens to decode instead of the greedy ones, so that two runs see the same input.
     """
     out = model(ids, use_cache=True, logits_to_keep=min(KEPT_LOGITS, ids.shape[1]))
     logits, picks = [out.logits], [out.logits[:, -1].argmax(-1, keepdim=True)]
@@ -245,17 +245,17 @@ def compare(
     options: Options,
     outputs: dict[str, tuple[Tensor, Tensor]],
 ) -> Result:
-    """How far sluice's outputs are from the stock ones."""
+    """The difference between sluice's outputs and the stock ones."""
     (exact, expected), (logits, picks) = (outputs[kind] for kind in KINDS)
     device = torch.device(options.device)
     ran = ("conv_qkv", "prefill", "rms_norm_gated", "step")
-    served = (p for p in problems(shape, device, options.dtype) if p.op in ran)
+    served = (s for s in specs(shape, device, options.dtype) if s.op in ran)
     about = {**asdict(options), "dtype": str(options.dtype).removeprefix("torch.")}
     return Result(
         model=shape.name if options.model is None else str(options.model),
         notes=notes,
         machine=machine(device),
-        backends={p.op: dispatch.explain_problem(p).chosen or "-" for p in served},
+        backends={s.op: dispatch.explain(s).chosen or "-" for s in served},
         options={**about, "model": options.model and str(options.model)},
         error=relative_error(logits, exact),
         largest=largest_error(logits, exact),
@@ -289,20 +289,20 @@ def timed(model: Any, ids: Tensor, feed: Tensor) -> dict[str, float]:
 
 
 class Watch:
-    """Adds up the time spent in some modules, by hooks; on a GPU by events, without waiting."""
+    """Adds up the time spent in some modules with hooks; on a GPU with events."""
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
         self.modules, self.device = modules, device
-        self.marks: list[Any] = []  # beginnings and ends in turn
+        self.marks: list[Any] = []  # starts and ends, in turn
 
     def now(self) -> float:
-        """The host's clock, once the device is done."""
+        """The host's clock, after waiting for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def mark(self, *_: Any) -> None:
-        """A hook: remember this moment."""
+        """A hook that records the current time."""
         if self.device.type != "cuda":
             self.marks.append(time.perf_counter())
         else:
@@ -310,7 +310,7 @@ class Watch:
             self.marks[-1].record()
 
     def lap(self) -> float:
-        """Seconds in the modules since the last call; the device is done."""
+        """Seconds in the modules since the last call; the device must be idle."""
         pairs, self.marks = list(zip(self.marks[::2], self.marks[1::2], strict=True)), []
         if self.device.type != "cuda":
             return sum(end - begin for begin, end in pairs)
@@ -327,7 +327,7 @@ class Watch:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Where the numbers come from."""
+    """The machine and the versions."""
     import transformers
 
     name = platform.processor() or platform.machine()
@@ -353,9 +353,9 @@ def _prompt(model: Any, options: Options) -> Tensor:
 
 
 def _remembering(layer: Any, shape: QwenShape) -> None:
-    """Gates as trained models have them, so that outputs depend on the state.
+    """Set gates to values like those of trained models, so that outputs depend on the state.
 
-    A fresh transformers layer forgets nearly everything at every token.
+    A newly initialised transformers layer forgets nearly everything at every token.
     """
     layer.A_log.uniform_(0.05, 4.0).log_()
     layer.dt_bias.uniform_(0.01, 0.2).expm1_().log_()  # softplus of it is 0.01 to 0.2
@@ -369,4 +369,4 @@ def _need_transformers() -> None:
         raise MissingDependencyError(
             'the demo compares with transformers: pip install "sluice[transformers]"'
         ) from error
-    transformers.logging.set_verbosity_error()  # its advice to install other packages
+    transformers.logging.set_verbosity_error()  # hides its advice to install other packages

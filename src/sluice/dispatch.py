@@ -1,7 +1,7 @@
 """Which backend serves a call, and why the others do not.
 
 Each backend declares what it serves and refuses the rest with a reason. The first in ``ORDER`` that
-takes the problem is chosen, unless the program names one (``backend=`` or ``use_backend``).
+takes the spec is chosen, unless the program names one (``backend=`` or ``use_backend``).
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from sluice.contract.errors import BackendError, SlowPathWarning
-from sluice.contract.problem import Problem
+from sluice.contract.spec import Spec
 
 ORDER: tuple[str, ...] = ("hopper", "triton", "cpu", "chunked", "reference")
 """Backends from the fastest to the one that serves everything."""
 
-Kernel = Callable[[Any, Any], None]
+Launch = Callable[[Sequence[Tensor | None]], None]
+"""A bound call: takes the tensors of a spec, in order, and starts its kernels."""
+CheckValues = Callable[[Any, Any], None]
+Progress = Callable[[str, int, int], None]
+"""Called with a kernel's name, how many are done, and how many there are."""
 
 _forced: ContextVar[str | None] = ContextVar("sluice_backend", default=None)
 _warned: set[tuple[str, str]] = set()
@@ -61,26 +67,83 @@ def use_backend(name: str | None) -> Iterator[None]:
         _forced.reset(token)
 
 
-def select(problem: Problem, backend: str | None = None) -> Kernel:
-    """The function that serves ``problem``; warns once when a faster backend refused it."""
-    kernel, warning = _select(problem, _forced.get() if backend is None else backend)
-    if warning is not None and (problem.op, warning) not in _warned:
-        _warned.add((problem.op, warning))
-        warnings.warn(warning, SlowPathWarning, stacklevel=_depth())
-    return kernel
+def forced() -> str | None:
+    """The backend of the innermost ``use_backend`` scope."""
+    return _forced.get()
 
 
-def explain_problem(problem: Problem, backend: str | None = None) -> Explanation:
-    """Which backend serves ``problem`` and why each one before it does not."""
-    return _explain(problem, _forced.get() if backend is None else backend)
+class Choice:
+    """The backend chosen for a spec, and the launch it bound.
+
+    Most calls run ``launch`` at once. ``special`` says that something is looked at first: values,
+    addresses that the backend needs to be multiples of 16 bytes, or a warning.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        explanation: Explanation,
+        backend: str | None,
+        check_values: CheckValues | None = None,
+    ) -> None:
+        if explanation.chosen is None:
+            raise BackendError(str(explanation))
+        self.spec, self.explanation, self.backend = spec, explanation, backend
+        module = _module(explanation.chosen)
+        self.launch: Launch = module.bind(spec)
+        self.warning = None if backend is not None else _warning(spec, explanation)
+        self.aligned = [spec.TENSORS.index(name) for name in getattr(module, "ALIGNED", ())]
+        self.check_values = check_values
+        sees_values = spec.device.type == "cpu" and not getattr(module, "CHECKS_VALUES", False)
+        self.always_checks = sees_values and check_values is not None
+        self.special = self.always_checks or bool(self.aligned) or self.warning is not None
+        self._elsewhere: dict[tuple[str, ...], Choice] = {}
+
+    def ready(self, tensors: Sequence[Any], validating: bool) -> Choice:
+        """This choice, after all that is looked at first; or another, where addresses decide."""
+        if self.check_values is not None and (self.always_checks or validating):
+            self.check_values(self.spec, self.spec.views(tensors))
+        chosen = self
+        for i in self.aligned:
+            if tensors[i].data_ptr() % 16:
+                chosen = self._for_addresses(misplaced(self.spec, tensors))
+                break
+        if chosen.warning is not None and (self.spec.op, chosen.warning) not in _warned:
+            _warned.add((self.spec.op, chosen.warning))
+            warnings.warn(chosen.warning, SlowPathWarning, stacklevel=_depth())
+        return chosen
+
+    def _for_addresses(self, where: tuple[str, ...]) -> Choice:
+        if where not in self._elsewhere:
+            explanation = explain(self.spec, self.backend, where)
+            self._elsewhere[where] = Choice(self.spec, explanation, self.backend)
+        return self._elsewhere[where]
 
 
-@functools.lru_cache(maxsize=4096)
-def _explain(problem: Problem, backend: str | None) -> Explanation:
+def choose(spec: Spec, backend: str | None, check_values: CheckValues | None = None) -> Choice:
+    """Choose a backend for ``spec`` and let it bind."""
+    return Choice(spec, explain(spec, backend), backend, check_values)
+
+
+def misplaced(spec: Spec, tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
+    """Names of tensors with data that do not begin at a multiple of 16 bytes."""
+    return tuple(
+        name
+        for name, x in zip(spec.TENSORS, tensors, strict=True)
+        if x is not None and not x.is_meta and x.data_ptr() % 16
+    )
+
+
+def explain(spec: Spec, backend: str | None = None, misplaced: Sequence[str] = ()) -> Explanation:
+    """Which backend serves ``spec`` and why each one before it does not.
+
+    ``misplaced`` are tensors that do not begin at a multiple of 16 bytes.
+    """
+    backend = _forced.get() if backend is None else backend
     _known(backend)
     chosen, refusals = None, []
     for name in ORDER:
-        reason = refusal(name, problem)
+        reason = refusal(name, spec, misplaced)
         if backend is not None and name != backend:
             reason = f"not asked for (backend={backend!r})"
         if reason is not None:
@@ -89,40 +152,38 @@ def _explain(problem: Problem, backend: str | None) -> Explanation:
             chosen = name
         else:
             refusals.append((name, f"serves this too; {chosen} comes first"))
-    return Explanation(problem.op, chosen, tuple(refusals))
+    return Explanation(spec.op, chosen, tuple(refusals))
 
 
-@functools.lru_cache(maxsize=4096)
-def _select(problem: Problem, backend: str | None) -> tuple[Kernel, str | None]:
-    explanation = _explain(problem, backend)
-    if explanation.chosen is None:
-        raise BackendError(str(explanation))
-    kernel = _module(explanation.chosen).kernel(problem.op)
-    if backend is not None:
-        return kernel, None
+def _warning(spec: Spec, explanation: Explanation) -> str | None:
+    """What to say if a faster backend that is meant for this call refused it."""
+    assert explanation.chosen is not None
     before = ORDER[: ORDER.index(explanation.chosen)]
     slower = [
         f"{name}: {reason}"
         for name, reason in explanation.refusals
-        if name in before and _meant_for(name, problem)
+        if name in before and _meant_for(name, spec)
     ]
     if not slower:
-        return kernel, None
-    text = f"{problem.op} runs on the slower backend {explanation.chosen!r}; " + "; ".join(slower)
-    return kernel, text
+        return None
+    return f"{spec.op} runs on the slower backend {explanation.chosen!r}; " + "; ".join(slower)
 
 
-def refusal(name: str, problem: Problem) -> str | None:
-    """Why the backend does not serve ``problem``; None if it does."""
+def refusal(name: str, spec: Spec, misplaced: Sequence[str] = ()) -> str | None:
+    """Why the backend does not serve ``spec``; None if it does."""
     missing = unavailable(name)
     if missing is not None:
         return missing
     module = _module(name)
-    if problem.op not in module.OPS:
-        return f"has no {problem.op}"
-    if problem.device.type not in module.DEVICES:
-        return f"runs on {', '.join(module.DEVICES)}, not on {problem.device.type}"
-    reason: str | None = module.refuse(problem)
+    if spec.op not in module.OPS:
+        return f"has no {spec.op}"
+    if spec.device.type not in module.DEVICES:
+        return f"runs on {', '.join(module.DEVICES)}, not on {spec.device.type}"
+    reason: str | None = module.refuse(spec)
+    if reason is None:
+        for tensor in getattr(module, "ALIGNED", ()):
+            if tensor in misplaced:
+                return f"needs {tensor} to begin at a multiple of 16 bytes"
     return reason
 
 
@@ -145,26 +206,21 @@ def devices(name: str) -> tuple[str, ...]:
     return tuple(_module(name).DEVICES)
 
 
-@contextlib.contextmanager
-def compiling(
-    device: str, calls: Iterable[Callable[[], Any]], share: tuple[int, int] = (0, 1)
-) -> Iterator[None]:
-    """A scope before which the backends of a device type begin to compile.
+def compile(
+    specs: Sequence[Spec], share: tuple[int, int] = (0, 1), progress: Progress | None = None
+) -> None:
+    """Compile every kernel that these calls, and such calls of any size, may need.
 
-    Kernels that do not depend on shapes are compiled at once. Those of ``calls`` are compiled on
-    all cores, where a backend can; a call within the scope waits for its own alone. ``share``
-    (i, n): process i of n, each of which compiles a part of them.
+    ``share`` (i, n): process i of n, each of which compiles a part of them.
     """
-    with contextlib.ExitStack() as scopes:
-        for name in ORDER:
-            if unavailable(name) is None and device in _module(name).DEVICES:
-                getattr(_module(name), "warmup", lambda: None)()
-                if hasattr(_module(name), "compiling"):
-                    scopes.enter_context(_module(name).compiling(calls, share))
-        yield
+    for name in ORDER:
+        if unavailable(name) is None and hasattr(_module(name), "compile"):
+            mine = [spec for spec in specs if explain(spec).chosen == name]
+            if mine:
+                _module(name).compile(mine, share, progress)
 
 
-def _meant_for(name: str, problem: Problem) -> bool:
+def _meant_for(name: str, spec: Spec) -> bool:
     """Whether a refusal is worth a warning: the backend has this operator for this device.
 
     What cannot even be imported is always worth one.
@@ -173,7 +229,7 @@ def _meant_for(name: str, problem: Problem) -> bool:
         module = _module(name)
     except Exception:
         return True
-    return problem.op in module.OPS and problem.device.type in module.DEVICES
+    return spec.op in module.OPS and spec.device.type in module.DEVICES
 
 
 def _depth() -> int:

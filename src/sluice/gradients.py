@@ -1,9 +1,9 @@
-"""Gradients, for those who train through sluice: the delta rule, the convolution, a packed layer.
+"""Gradients for training: the delta rule, the convolution, and a packed layer.
 
-Forward runs the same kernels as inference. Backward goes over the chunks from the last to the first
-and differentiates each one in plain torch, with the states between them recomputed: memory is one
-chunk's graph, plus one state a chunk. Plain torch is slower than a backward kernel; it is exact, on
-any device. Only first derivatives are defined, and packed borders are read back to the host.
+Forward runs the inference kernels. Backward goes over the chunks from the last to the first and
+differentiates each one in plain torch; it recomputes the states between them. It needs memory for
+one chunk's graph and one state per chunk. Plain torch is slower than a backward kernel, but exact,
+on any device. Only first derivatives are defined. The host reads the borders of packed sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sluice.layers.qwen import QwenShape
 
 
 class Call(NamedTuple):
-    """What a call of the delta rule has beside differentiable tensors."""
+    """The arguments of a delta rule call that have no gradient."""
 
     scale: float | None = None
     normalize_qk: bool = False
@@ -37,7 +37,7 @@ class Call(NamedTuple):
         return q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def spans(self, T: int) -> list[tuple[slice, int, int]]:
-        """Which states, and which tokens, run together: all rows at once, or packed, one each."""
+        """The states and tokens that run together: all rows, or one packed sequence at a time."""
         if self.cu_seqlens is None:
             return [(slice(None), 0, T)]
         bounds = self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 def wanted(*tensors: Tensor | None) -> bool:
-    """Whether autograd asks for a gradient of any of these."""
+    """Whether autograd wants a gradient of any of these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -61,14 +61,14 @@ def delta_rule(
     *,
     recompute: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """``ops.prefill`` with gradients: o, and the final states (fresh, never in place).
+    """``ops.prefill`` with gradients: o and the final states, which are new tensors.
 
     Args:
         q: [B, T, HQ, K]; ``k``, ``v``, ``g`` and ``beta`` as in ``prefill``, gates activated.
         state: the initial states [N, HV, K, V] ("vk": [N, HV, V, K]), or None for zeros.
         call: the rest of the call.
-        recompute: make states and chunks again in backward; False keeps everything, which takes
-            more memory and less time.
+        recompute: compute states and chunks again in backward. False keeps them, which takes more
+            memory and less time.
     """
     if recompute:
         o, final = _DeltaRule.apply(q, k, v, g, beta, state, call)
@@ -86,12 +86,12 @@ def conv(
     activation: str | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A causal convolution of any width that autograd can follow: y, and the final windows.
+    """A causal convolution of any width with gradients: y and the final windows.
 
     Args:
         x: [B, T, D]; weight: [D, W]; bias: [D] or None.
-        state: the windows before, [N, D, L], or None for zeros.
-        length: L, the columns of the windows that come back. activation: "silu" or None.
+        state: the initial windows [N, D, L], or None for zeros.
+        length: L, the columns of the final windows. activation: "silu" or None.
         cu_seqlens: borders of packed sequences, B = 1.
     """
     spans = Call(cu_seqlens=cu_seqlens).spans(x.shape[1])
@@ -137,9 +137,9 @@ def strength(b: Tensor, neg_eigval: bool = False) -> Tensor:
 def packed_layer(
     layer: Any, shape: QwenShape, x: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A whole layer over packed sequences [1, T, hidden], each from zero, for autograd.
+    """A whole layer over packed sequences [1, T, hidden], each from zero, with gradients.
 
-    Returns its output, and what a cache of transformers would keep: windows [N, D, W] and states
+    Returns its output and what a transformers cache keeps: windows [N, D, W] and states
     [N, HV, K, V].
     """
     s = shape
@@ -190,7 +190,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> Any:
-        if torch.is_grad_enabled():  # a derivative of what is computed here would be missing
+        if torch.is_grad_enabled():  # create_graph: no second derivatives
             raise SluiceError("the delta rule has first derivatives only, not with create_graph")
         call: Call = ctx.call
         with torch.enable_grad():
@@ -207,17 +207,17 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _through_chunks(x: Tokens, S: Tensor, do: Tensor, dS: Tensor, call: Call) -> list[Tensor]:
-    """Gradients of the prepared tokens and initial states, chunk by chunk from the last one."""
+    """Gradients of the prepared tokens and initial states, chunk by chunk from the last."""
     x = Tokens(*(None if y is None else y.detach() for y in x))  # type: ignore[arg-type]
     C, S = _chunk_length(x), S.detach()
     grads = [None if y is None else torch.zeros_like(y) for y in x]
     dS, do = dS.to(S.dtype).clone(), do.to(S.dtype)
     for rows, start, stop in call.spans(x.v.shape[1]):
-        if start == stop:  # an empty sequence hands its state on
+        if start == stop:  # an empty sequence passes its state on
             continue
         cuts = [*range(start, stop, C), stop]
         states = [S[rows]]
-        for a, b in pairwise(cuts[:-1]):  # the last chunk's state is nobody's start
+        for a, b in pairwise(cuts[:-1]):  # no chunk starts from the last one's state
             states.append(chunk(x.span(a, b), states[-1])[1])
         back = dS[rows]
         for (a, b), before in zip(reversed(list(pairwise(cuts))), reversed(states), strict=True):
@@ -247,7 +247,7 @@ def _plain(
     state: Tensor | None,
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """The same, all of it in torch's own graph."""
+    """The same, with torch's own graph."""
     tokens, S = _prepare(q, k, v, g, beta, state, call)
     assert S is not None
     T, HO, C = v.shape[1], max(q.shape[2], v.shape[2]), _chunk_length(tokens)
@@ -296,7 +296,7 @@ def _window(x: Tensor, state: Tensor | None, length: int) -> Tensor:
 
 
 def _kv(S: Tensor, call: Call) -> Tensor:
-    """From the caller's layout to [.., K, V], and back."""
+    """From the caller's layout to [.., K, V], or back."""
     return S.mT if call.state_layout == "vk" else S
 
 

@@ -1,4 +1,4 @@
-"""What one sequence's state is (PoolGeometry), and such state outside a pool (StateSnapshot)."""
+"""The shape of one sequence's state (PoolGeometry), and state outside a pool (StateSnapshot)."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _FORMAT, _VERSION = "sluice.state", "1"
 
 
 class PoolError(SluiceError, RuntimeError):
-    """A state pool cannot do what was asked; nothing was changed."""
+    """A state pool refused a request; nothing was changed."""
 
 
 class GeometryError(PoolError, ValueError):
-    """State of one geometry was offered to a pool of another."""
+    """State and pool have different geometries."""
 
 
 class MissingDependencyError(SluiceError, ImportError):
-    """An optional package is needed for this call and is not installed."""
+    """This call needs an optional package that is not installed."""
 
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """What the state of one sequence is: its dimensions and dtypes, in all linear layers.
+    """The dimensions and dtypes of one sequence's state in all linear layers.
 
-    How a pool stores it (``state_layout``, ``conv_order``, slots, strides, device) is not part of
-    it. ``tag`` is free text that must agree as well, for what shapes cannot tell apart: the rank,
-    or the checkpoint (``tag="Qwen3.6-27B rank 3"``).
+    How a pool stores the state (``state_layout``, ``conv_order``, slots, strides, device) is not
+    part of the geometry. ``tag`` is free text that must agree too, for differences that shapes do
+    not show: the rank, or the checkpoint (``tag="Qwen3.6-27B rank 3"``).
 
     >>> geometry = PoolGeometry.for_model("qwen3.5-27b", tp=4)
     >>> geometry.num_v_heads, geometry.conv_channels, geometry.bytes_per_sequence
@@ -97,7 +97,7 @@ class PoolGeometry:
 
     @property
     def num_k_heads(self) -> int:
-        """Key heads, which follow from ``D = 2·Hk·K + Hv·V``; GeometryError where none does."""
+        """Key heads, from ``D = 2·Hk·K + Hv·V``; GeometryError if no number fits."""
         keys = self.conv_channels - self.num_v_heads * self.head_v_dim
         heads, rest = divmod(keys, 2 * self.head_k_dim)
         if heads < 1 or rest or self.num_v_heads % heads:
@@ -155,7 +155,7 @@ class PoolGeometry:
 
     @property
     def digest(self) -> str:
-        """The geometry hash: equal exactly where state may be exchanged."""
+        """A hash; state can be exchanged exactly between equal hashes."""
         return hashlib.sha256(f"{_FORMAT} {_VERSION} {self.to_json()}".encode()).hexdigest()[:16]
 
     def require(self, op: str, other: PoolGeometry) -> None:
@@ -170,7 +170,7 @@ class PoolGeometry:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """State of n sequences, copied out of a pool; it shares no memory with one.
+    """State of n sequences, copied out of a pool; it shares no memory with the pool.
 
     ``conv [layers, n, D, L]`` and ``recurrent [layers, n, Hv, V, K]`` (always the ``"vk"`` layout),
     contiguous, in the dtypes of ``geometry``. Raises :class:`GeometryError` where tensors and
@@ -222,7 +222,7 @@ class StateSnapshot:
     def load(path: str | Path, device: torch.device | str = "cpu") -> StateSnapshot:
         """Read a file written by :meth:`save`.
 
-        Raises :class:`PoolError` for a file that is no snapshot, is of another version, or
+        Raises :class:`PoolError` for a file that is not a snapshot, has another version, or
         contradicts itself, and :class:`MissingDependencyError` without safetensors.
         """
         safetensors = _safetensors()
@@ -265,7 +265,7 @@ def parse_bytes(memory: int | str) -> int:
 def geometry_of(
     parts: list[tuple[torch.Tensor, torch.Tensor]], state_layout: str, conv_order: str, tag: str
 ) -> PoolGeometry:
-    """Geometry of adopted tensors ``[layers of it, slots, ..]``, after checking that they agree."""
+    """Geometry of an engine's tensors ``[their layers, slots, ..]``, after checking they agree."""
     conv, state = parts[0]
     for kind, (name, dims) in enumerate((("conv", 4), ("recurrent", 5))):
         like = parts[0][kind]
@@ -308,7 +308,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _apart(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory: each stride steps over all that lies below it."""
+    """Whether no two elements share memory: each stride exceeds the extent of the smaller ones."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -1,7 +1,7 @@
 """StatePool: conv and recurrent state of all gated delta layers of a model, addressed by slot.
 
-A sequence is one slot, the same in every layer. The pool hands slots out, takes them back, copies
-them (fork), and moves them out and in (snapshot, restore, save, load). Operators read and write the
+A sequence has one slot, the same in every layer. The pool allocates and frees slots, copies them
+(fork), and moves them out and in (snapshot, restore, save, load). Operators read and write the
 pool's memory directly: ``decode(..., state=pool.layer(i)[1], slots=pool.indices(mine))``. Storage
 is allocated once and never moves, so CUDA graphs may hold its addresses; copies are queued on the
 current stream.
@@ -59,18 +59,18 @@ class PoolExhaustedError(PoolError):
 
 
 class DoubleFreeError(PoolError):
-    """A slot was freed that is not allocated, or is allocated to someone else by now."""
+    """A slot was freed that is not allocated, or that has a new owner."""
 
 
 class UseAfterFreeError(PoolError):
-    """A slot was used that is not allocated, or is allocated to someone else by now."""
+    """A slot was used that is not allocated, or that has a new owner."""
 
 
 class Slot(int):
-    """A row of a pool: an ``int``, fit for any index, that remembers its allocation.
+    """A row of a pool: an ``int`` that can index tensors and remembers its allocation.
 
-    Given back to the pool it came from, it is recognised as stale once the row was freed, even if
-    the row has a new owner. A plain ``int`` is accepted too, and only checked for being allocated.
+    Its pool recognises it as stale once the row was freed, even if the row has a new owner. Methods
+    also accept a plain ``int``, and then check only that the row is allocated.
     """
 
     generation: int
@@ -90,12 +90,12 @@ class StatePool:
 
     Storage is one tensor per kind, ``conv [layers, slots, D, L]`` and ``recurrent [layers, slots,
     Hv, V, K]``, zero at first. ``state_layout="kv"`` stores ``[.., K, V]`` instead, and
-    ``conv_order="ld"`` keeps channels contiguous (as vLLM does) behind the same ``[.., D, L]``
-    shape. With ``reserve_slot_0`` row 0 is never handed out: pass ``pad_slot=pool.pad_slot`` to
-    operators. ``device`` defaults to the CPU.
+    ``conv_order="ld"`` keeps channels contiguous in memory (as vLLM does); the shape stays
+    ``[.., D, L]``. With ``reserve_slot_0`` row 0 is never allocated, and operators need
+    ``pad_slot=pool.pad_slot``. ``device`` defaults to the CPU.
 
-    A slot is zeroed when it is allocated, not when it is freed: a late or padded write to a free
-    row then cannot reach the next owner, nor can a NaN of the last one, and freeing costs nothing.
+    A slot is zeroed when it is allocated, not when it is freed. So neither a late write to a free
+    row nor a NaN of the last owner can reach the next owner, and freeing costs nothing.
     ``has_state=False`` on a sequence's first call gives the same numbers without reading the row.
 
     One lock guards every method, copies included; operators do not take it. Raises
@@ -135,7 +135,7 @@ class StatePool:
         if state_layout == "kv":
             state_tail[1:] = state_tail[:0:-1]
         lead = (geometry.layers, slots)
-        with torch.inference_mode(False):  # or it could not be written outside inference mode
+        with torch.inference_mode(False):  # an inference tensor could not be written outside
             conv = torch.zeros(*lead, *conv_tail, dtype=geometry.conv_dtype, device=device)
             state = torch.zeros(*lead, *state_tail, dtype=geometry.state_dtype, device=device)
         self._bind(geometry, [(conv, state)], state_layout, conv_order, reserve_slot_0)
@@ -226,7 +226,7 @@ class StatePool:
         self._serial = next(_serial)
         self._generations = [0] * self.slots
         self._live: set[int] = set()
-        self._free = list(range(self.pad_slot + 1, self.slots))  # a heap: sorted already
+        self._free = list(range(self.pad_slot + 1, self.slots))  # a valid heap, since it is sorted
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -266,12 +266,12 @@ class StatePool:
         return [(conv.mT, self._vk(state)) for conv, state in self._layers]
 
     def sglang_views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(conv [layers, slots, D, L], recurrent [layers, slots, Hv, V, K])``, as SGLang does."""
+        """``(conv [layers, slots, D, L], recurrent [layers, slots, Hv, V, K])``, as in SGLang."""
         conv, state = self._whole()
         return conv, self._vk(state)
 
     def transformers_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer ``(conv [slots, D, L], recurrent [slots, Hv, K, V])``; it wants L = W."""
+        """Per layer ``(conv [slots, D, L], recurrent [slots, Hv, K, V])``; its L is W."""
         return [(conv, self._vk(state).mT) for conv, state in self._layers]
 
     def _whole(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,7 +288,7 @@ class StatePool:
     def _beside(
         self, conv: torch.Tensor, state: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A snapshot's tensors beside the pool's, over the same layers: (outside, inside)."""
+        """Pairs over the same layers: (the snapshot's tensor, the pool's)."""
         first = 0
         for pool_conv, pool_state in self._parts:
             span = slice(first, first := first + pool_conv.shape[0])
@@ -320,7 +320,7 @@ class StatePool:
             return new
 
     def claim(self, slots: Slots) -> list[Slot]:
-        """Mark given free slots as allocated, keeping what is in them: rows filled by an engine.
+        """Mark free slots as allocated and keep their contents, for rows that an engine filled.
 
         Raises :class:`PoolError`, having claimed none, when one is allocated already.
         """
@@ -332,9 +332,9 @@ class StatePool:
             return [self._own(row) for row in rows]
 
     def free(self, slots: Slots) -> None:
-        """Give slots back. A tensor is copied to the host, here as in every method.
+        """Free slots. A tensor of slots is copied to the host, as in every method.
 
-        Raises :class:`DoubleFreeError`, having freed none, when one is not allocated (any more).
+        Raises :class:`DoubleFreeError`, having freed none, when one is not allocated now.
         """
         with self._lock:
             self._release(self._owned("free", slots, DoubleFreeError))
@@ -345,7 +345,7 @@ class StatePool:
         """``[n]`` int64 (or ``dtype``) on the pool's device: checked ``slots=`` for an operator.
 
         ``pad_to`` appends padded rows (``pool.pad_slot``) up to that length. Raises
-        :class:`UseAfterFreeError` when a slot is not allocated (any more).
+        :class:`UseAfterFreeError` when a slot is not allocated now.
         """
         with self._lock:
             rows = self._owned("indices", slots)
@@ -358,7 +358,7 @@ class StatePool:
     # ---- copies ---------------------------------------------------------------------------------
 
     def fork(self, slots: Slots, copies: int = 1) -> list[Slot]:
-        """New slots with the same bits: ``copies`` for each of ``slots``, one slot's together.
+        """New slots with the same bits: ``copies`` of each of ``slots``, next to each other.
 
         Raises :class:`PoolExhaustedError` or :class:`UseAfterFreeError`, having taken none.
         """
@@ -395,10 +395,10 @@ class StatePool:
         return StateSnapshot(g, conv, state)
 
     def restore(self, snapshot: StateSnapshot, slots: Slots | None = None) -> list[Slot]:
-        """Write a snapshot's sequences into ``slots``, in order; default: newly allocated ones.
+        """Write a snapshot's sequences into ``slots``, in order (default: newly allocated).
 
-        Raises :class:`GeometryError` for a snapshot of another geometry, ``ContractError`` for
-        another number of slots, :class:`PoolExhaustedError`, :class:`UseAfterFreeError`.
+        Raises :class:`GeometryError` for a snapshot of another geometry, ``ContractError`` for a
+        wrong number of slots, :class:`PoolExhaustedError`, :class:`UseAfterFreeError`.
         """
         self.geometry.require("restore", snapshot.geometry)
         with self._lock, contextlib.ExitStack() as stack:
@@ -415,7 +415,7 @@ class StatePool:
             return new
 
     def save(self, path: str | Path, slots: Slots | None = None) -> None:
-        """Save ``slots`` (default: all in use, ascending) to a safetensors file."""
+        """Save ``slots`` (default: all allocated, ascending) to a safetensors file."""
         self.snapshot(self.allocated if slots is None else slots, device="cpu").save(path)
 
     def load(self, path: str | Path, slots: Slots | None = None) -> list[Slot]:
@@ -465,7 +465,7 @@ class StatePool:
 
     @contextlib.contextmanager
     def _taking(self, op: str, n: int) -> Iterator[list[Slot]]:
-        """The ``n`` lowest free slots; given back when what is done with them fails."""
+        """The ``n`` lowest free slots; they are freed again if the body raises."""
         if n < 0:
             raise ContractError(op, "n", "at least 0", n)
         if n > len(self._free):
@@ -481,7 +481,7 @@ class StatePool:
             raise
 
     def _rows(self, op: str, slots: Slots) -> list[int]:
-        """``slots`` as ints in range, none twice, none of another pool."""
+        """``slots`` as ints: in range, no slot twice, none from another pool."""
         if isinstance(slots, torch.Tensor):
             slots = slots.reshape(-1).tolist()
         rows = [slots] if isinstance(slots, int) else list(slots)
@@ -498,7 +498,7 @@ class StatePool:
     def _owned(
         self, op: str, slots: Slots, error: type[PoolError] = UseAfterFreeError
     ) -> list[int]:
-        """``slots`` as plain ints, all allocated, and still to those who hold them."""
+        """``slots`` as plain ints, all allocated and none stale."""
         rows = self._rows(op, slots)
         for row in rows:
             if row not in self._live:
@@ -521,7 +521,7 @@ def _check_options(slots: int, state_layout: str, conv_order: str, reserve_slot_
 
 
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each run of neighbours in ascending ``rows``."""
+    """The first and last row of each contiguous run in ascending ``rows``."""
     for _, run in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
         members = [int(row) for _, row in run]
         yield members[0], members[-1]

@@ -1,4 +1,4 @@
-"""What these tests share: a small shape, and a session judged on a small workload."""
+"""Shared by these tests: a small shape, and a session on a small workload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from sluice.bench import session as sessions
 from sluice.bench.check import Answer
 from sluice.layers.qwen import preset
-from sluice.testing.benchmarks import describe, parse_size
+from sluice.testing.workload import describe, parse_size
 
 
 @pytest.fixture

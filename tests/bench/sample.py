@@ -1,4 +1,4 @@
-"""Results of a run that never was: a GPU, four providers, several heads and sizes."""
+"""Invented results: a GPU, four providers, several heads and sizes."""
 
 from __future__ import annotations
 

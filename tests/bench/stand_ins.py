@@ -1,7 +1,7 @@
-"""Stand-ins for GPU peers: their names and signatures, with sluice's reference behind them.
+"""Stand-ins for GPU peers: their names and signatures, computed by sluice's reference.
 
-They show that a provider hands over the right tensors in the right layout, on any machine. That the
-libraries themselves are right is shown where they run: every row is checked before it is timed.
+They show, on any machine, that a provider passes the right tensors in the right layout. Whether the
+libraries themselves are right is checked where they run, before every timing.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def others(monkeypatch):
 
 
 class Spy:
-    """A worker that notes what it is asked and answers at once."""
+    """A worker that records requests and answers at once."""
 
     def __init__(self, *arguments, **options):
         self.arguments, self.options = arguments, options

@@ -1,4 +1,4 @@
-"""Before the first row: inputs, answers and kernels, made ahead and by all processes at once."""
+"""Before the first row: inputs, answers and kernels, made ahead by all processes in parallel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(sessions, "MOST_SETS", 2)
     monkeypatch.setitem(floors.SIZES, "cpu", (1 << 16, 1 << 18))
     monkeypatch.setitem(floors.MATRIX, "cpu", 64)
-    monkeypatch.setattr(ahead, "LEAST_ROOM", 0)  # small files: a full disk is no fault of theirs
+    monkeypatch.setattr(ahead, "LEAST_ROOM", 0)  # small files fit even on a full disk
 
 
 def options(**changes):
@@ -35,7 +35,7 @@ def options(**changes):
 
 
 def test_inputs_are_drawn_ahead_for_another_device(small, monkeypatch):
-    """Drawn on the host, before their turn; the numbers are the same."""
+    """Inputs drawn ahead on the host are the same numbers."""
     monkeypatch.setattr(ahead, "LOOK_AHEAD", 1)
     chosen = [small("prefill", "9+2"), small("step", "N=2"), small("decode", "N=1")]
     draws = ahead.Draws(chosen, options(device="meta"))
@@ -81,7 +81,7 @@ def test_files_are_kept_in_memory_only_where_there_is_room(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_equal_prompts_side_by_side_are_what_they_are_one_by_one(small, raw):
-    """The oracle takes them as heads of one prompt; its numbers stay the same."""
+    """The oracle runs them as heads of one prompt, with the same numbers."""
     workload = small("prefill", "3x7", raw=raw, model="Qwen3.5-397B-A17B", tp=8)
     case = workload.case
     inputs = case.inputs(torch.float32)
@@ -99,7 +99,7 @@ def test_equal_prompts_side_by_side_are_what_they_are_one_by_one(small, raw):
 
 
 def crew_of(monkeypatch, names, chosen):
-    """A crew of spies for these workloads: the helpers it begins, the runners, itself."""
+    """The helpers, the runners and the crew for these workloads, all of them spies."""
     helpers = []
     monkeypatch.setattr(
         ahead, "Worker", lambda *a, **k: helpers.append(Spy(*a, **k)) or helpers[-1]
@@ -122,7 +122,7 @@ def test_helpers_compile_what_is_found_on_disk(small, monkeypatch):
     for workload in chosen:
         crew.send(workload, "file")
     asked = [(x.arguments[0], [w for _, w in x.asked]) for x in helpers]
-    # one for each number of heads, and for prompts that are divided; decode's alone on disk
+    # one per number of heads, and for prompts that are split; only decode's kernels are on disk
     assert asked == [
         ("flashqla", [prefill, chosen[4]]),
         ("flashqla", [many]),
@@ -170,7 +170,7 @@ def test_time_is_kept_for_those_who_measure_to_choose(small, monkeypatch):
 
 
 def test_rows_have_as_much_time_as_they_take(small, monkeypatch):
-    """All but what the rows take is for what comes before them, and a share at the least."""
+    """The time before the first row is what the rows leave, and at least a fixed share."""
     ends = []
     monkeypatch.setattr(run, "compile_all", lambda *a: ends.append(a[4]) or {})
     for limit, count in ((440.0, 74), (100.0, 74)):
@@ -182,7 +182,7 @@ def test_rows_have_as_much_time_as_they_take(small, monkeypatch):
 def test_who_tunes_has_everything_compiled_by_helpers_and_measures_alone_at_the_end(
     small, monkeypatch
 ):
-    """A choice made while others use the device would be a bad one."""
+    """Tuning while others use the device would choose badly."""
     order = []
 
     class Notes(Spy):
@@ -233,13 +233,13 @@ def test_priming_runs_a_workload_once_and_judges_nothing(small):
     assert seconds > 0
     assert not fatal
     assert session.prime(refused, torch.float32, sources.take(refused), later) == (None, False)
-    # too late: nothing is begun, not even the file is read
+    # too late: nothing is started, and the file is not read
     assert session.prime(workload, torch.float32, "none", time.monotonic() - 1) == (None, False)
     sources.close()
 
 
 def test_a_helper_measures_nothing(small, monkeypatch):
-    """Triton's tuner asks for its clock when a kernel is first called: a helper has none."""
+    """Triton's tuner times a kernel when it is first called; in a helper it does not."""
     calls = []
     testing = SimpleNamespace(do_bench=lambda *_, **__: calls.append("measured"))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(testing=testing))
@@ -282,7 +282,7 @@ def test_a_run_with_everything_ahead_gives_the_same_rows(small, monkeypatch):
 
 
 def test_a_run_with_a_helper_gives_the_same_rows(small, monkeypatch):
-    """The prefill is compiled by a third process, the rest by sluice's own."""
+    """A third process compiles prefill, and sluice's own the rest."""
     begun = []
     inner = ahead.Worker
     monkeypatch.setattr(ahead, "Worker", lambda *a, **k: begun.append(inner(*a, **k)) or begun[-1])

@@ -1,4 +1,4 @@
-"""``sluice bench`` as it is typed: what it runs, what it writes, and what it answers to a typo."""
+"""The command ``sluice bench``: what it runs, what it writes, and its answer to a typo."""
 
 from __future__ import annotations
 

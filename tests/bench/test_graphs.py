@@ -1,4 +1,4 @@
-"""The timing of a GPU, on a device that is only pretended: capturing records, replaying runs."""
+"""GPU timing on a simulated device: capturing records calls, replaying runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Device:
         self.now, self.graph = 0.0, None
 
     def launch(self, work):
-        """Run, or record: as a kernel launch does."""
+        """Run or record a call, like a kernel launch."""
         if self.graph is not None:
             self.graph.work.append(work)
             return
@@ -78,7 +78,7 @@ def device(monkeypatch):
 
 
 def doubling(device, count=3, recorded=True):
-    """Calls that double their input and count; not ``recorded``: on a stream of their own."""
+    """Calls that double their input and count; if not ``recorded``, on a stream of their own."""
 
     def make():
         x, counter = torch.ones(4), torch.zeros(1)
@@ -108,8 +108,8 @@ def test_a_graph_holds_every_set_and_enough_work(device):
     samples = timer.block(0.0, 7, 1.0)
     assert len(samples) == 7
     assert samples == pytest.approx([MICROSECONDS * 1e-6] * 7)
-    assert len(timer.block(0.01, 1, 1.0)) > 7  # seconds asked for
-    assert len(timer.block(9.0, 1, 0.002)) < 7  # and the most there may be
+    assert len(timer.block(0.01, 1, 1.0)) > 7  # the requested seconds
+    assert len(timer.block(9.0, 1, 0.002)) < 7  # and the limit
 
 
 def test_what_is_replayed_begins_from_the_state_it_is_given(device):

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_growth.py: what it prints was checked, in both of its ways."""
+"""benchmarks/gpu_growth.py checks what it prints, in both of its modes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _forgetful(o, state):
 @pytest.mark.parametrize("exact", [90, 40])
 @pytest.mark.parametrize("spoil", [_last, _early, _forgetful])
 def test_a_wrong_output_is_found(growth, exact, spoil, monkeypatch):
-    """A token at the end, an early one of the whole prompt only, and a state that is off."""
+    """A wrong token at the end, a wrong early token of the whole prompt only, and a wrong state."""
     args = growth.inputs(90, (1, 2), "cpu", torch.float32)
     assert growth.check(args, exact, 30, {}) < 1e-5
     inner = sluice.prefill

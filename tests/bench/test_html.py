@@ -25,7 +25,7 @@ FLAGS = (
 
 @pytest.fixture
 def chromium(tmp_path):
-    """Run the browser on a page, in an empty profile: what it wrote to stdout and stderr."""
+    """Run the browser on a page with an empty profile; returns its stdout and stderr."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
         pytest.skip("no chromium is installed")
@@ -119,7 +119,7 @@ def test_every_chart_is_drawn_and_the_console_stays_silent(page, chromium):
     # providers as lines, one circle for each point
     assert done.stdout.count("<circle") > 100
     assert done.stdout.count("<option") > 4
-    # the cold starts were measured; where they were not, their place is not shown
+    # the first calls were measured; otherwise their section would be hidden
     assert not re.search(r'<section aria-labelledby="h-cold" hidden', done.stdout)
 
 
@@ -154,7 +154,7 @@ def test_a_screenshot_is_kept(name, width, height, flags, page, chromium):
 
 
 def test_a_phone_shows_the_page_without_scrolling_sideways(page, chromium):
-    """The charts fit their place; only tables scroll, in a box of their own."""
+    """The charts fit their boxes; only tables scroll."""
     text = page.read_text(encoding="utf-8")
     probe = (
         "<script>document.title = 'wide ' + document.documentElement.scrollWidth + ' of '"

@@ -1,4 +1,4 @@
-"""Providers: each adapts its library rightly, refuses with a reason, and cannot pass when wrong."""
+"""Providers adapt their libraries correctly, refuse with a reason, and fail when wrong."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_interleaved_order_is_taken_apart(name, op, judge):
 
 @pytest.mark.parametrize("op", CPU["torch"].split())
 def test_plain_torch_is_right_in_16_bits(op, judge):
-    """What a GPU run asks of it: bfloat16 inputs, a float32 state."""
+    """The dtypes of a GPU run: bfloat16 inputs, a float32 state."""
     for size in SIZES[op]:
         verdict = judge("torch", op, size, torch.bfloat16)
         assert verdict["status"] == "ok", verdict["reason"]
@@ -84,7 +84,7 @@ def test_plain_torch_is_right_in_16_bits(op, judge):
 
 @pytest.mark.parametrize("op", CPU["torch"].split())
 def test_plain_torch_never_waits_for_a_device(op, small):
-    """A tensor that has no values raises where one is read: nothing that a graph cannot hold."""
+    """Meta tensors raise when a value is read, which a graph could not capture."""
     workload = small(op, SIZES[op][0], torch.bfloat16)
     inputs = workload.case.inputs(torch.bfloat16)
     job = Job(workload, torch.bfloat16, torch.device("meta"), moved(inputs, torch.device("meta")))
@@ -130,7 +130,7 @@ def test_a_layer_around_a_peers_recurrence_needs_fla(name, judge, monkeypatch):
 
 
 def test_invariant_and_separate_are_what_they_say(small, monkeypatch):
-    """One asks prefill for it; the other never calls what is fused."""
+    """One passes batch_invariant to prefill; the other never calls a fused operator."""
 
     def job(op, size):
         workload = small(op, size)
@@ -143,7 +143,7 @@ def test_invariant_and_separate_are_what_they_say(small, monkeypatch):
         sluice, "prefill", lambda *a, **k: asked.append(k["batch_invariant"]) or inner(*a, **k)
     )
     provider("sluice:invariant").prepare(job("prefill", "9")).run()
-    assert asked == [True, True]  # once to see who serves, once to run
+    assert asked == [True, True]  # once to choose a backend, once to run
 
     def fused(*args, **options):
         raise AssertionError("a fused call")
@@ -287,7 +287,7 @@ def test_a_missing_library_is_listed_with_how_to_get_it():
 
 
 def test_transformers_own_functions_are_measured_whatever_they_lead_to(monkeypatch):
-    """With FLA installed the names in transformers' module call FLA."""
+    """With FLA installed, the names in transformers' module call FLA."""
     pytest.importorskip("transformers")
     import functools
 
@@ -311,13 +311,13 @@ def test_the_backend_that_serves_is_named(judge):
 
 
 def test_a_backend_alone_is_measured_where_another_serves(judge, monkeypatch):
-    """Otherwise it would be sluice's own row once more."""
+    """Otherwise it would repeat sluice's own row."""
     served = judge("sluice", "prefill", "9")["detail"]
     verdict = judge(f"sluice:{served}", "prefill", "9")
     assert verdict["status"] == "refused"
     assert verdict["reason"] == f"sluice is served by {served} here: the same row"
     assert judge("sluice:reference", "prefill", "9")["status"] == "ok"
-    # a layer is several calls: one of them by another backend is enough
+    # a layer is several calls: it is enough if another backend serves one of them
     inner = dispatch.explain_problem
 
     def mixed(problem, backend):

@@ -1,4 +1,4 @@
-"""Results as data: kept, read again, written as CSV, compared, and quoted in documents."""
+"""Results as data: saved, loaded, written as CSV, compared, and quoted in documents."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_got_slower_fails(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "20% slower" in out
     assert "rows of sluice are slower by more than 5%" in out
-    assert "factor of 1.000" in out  # the peers stayed
+    assert "factor of 1.000" in out  # the peers did not change
 
 
 def test_faster_is_shown_and_passes(tmp_path, capsys):
@@ -260,7 +260,7 @@ def test_a_comment_that_makes_no_sense_is_refused(comment, message):
 
 
 def rows_of(comment):
-    """The first cells of the table that a comment asks for."""
+    """The first cells of the table for a comment."""
     lines = docs.table(sample(), docs.parse(comment)).splitlines()
     return [line.split(" | ")[0].strip("| ") for line in lines[2:] if line.startswith("| `")]
 
@@ -275,12 +275,12 @@ def test_an_operator_is_narrowed_by_variant_state_and_size():
     ]
     both = rows_of(f"gpu decode:N=64 {one}")
     assert both == [f"`decode` N=64, {name}", f"`decode` N=64, {name}, bfloat16 state"]
-    # a variant only where it is asked for, and alone
+    # a variant is shown only if asked for, and then alone
     assert not any("raw" in row for row in rows_of(f"gpu prefill {one}"))
     raw = rows_of(f"gpu prefill/raw {one}")
     assert len(raw) == 2
     assert all(row.endswith("raw gates and keys") for row in raw)
-    # asked for twice, shown once, where it was named first
+    # named twice, it is shown once, at its first place
     assert rows_of(f"gpu layer:8192 layer {one}") == [
         f"`layer` 8192, {name}",
         f"`layer` 2048, {name}",
@@ -294,7 +294,7 @@ def test_a_workload_that_was_not_run_has_no_line():
     text = docs.table(results, docs.parse("gpu prefill models=Qwen3.5-35B-A3B"))
     assert "`prefill` 8192," not in text
     assert "`prefill` 2048," in text
-    assert "not run" not in text  # a part was asked for
+    assert "not run" not in text  # only a part was selected
     whole = docs.table(results, docs.parse("gpu prefill layer"))
     count = sum(w["op"] in ("prefill", "layer") and not w["variant"] for w in results.workloads)
     assert f"Of {count} workloads 1 were not run: the time was spent." in whole
@@ -320,7 +320,7 @@ def test_a_peer_that_failed_is_named_wrong_in_the_table():
 
 
 def test_the_documents_are_made_from_the_committed_results():
-    """The README and docs/benchmarks.md hold no number that was typed."""
+    """The tables of the README and docs/benchmarks.md are those of the committed results."""
     kept = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     if not kept:
         pytest.skip("no results are committed")

@@ -178,7 +178,7 @@ def InferenceSession(*args, **kwargs):
 
 @pytest.fixture
 def broken(tmp_path):
-    """A directory with an onnxruntime that ends its process, hangs, or raises."""
+    """A directory with a fake onnxruntime that ends its process, hangs, or raises."""
 
     def make(how):
         (tmp_path / "onnx.py").write_text(dedent(CRASH))
@@ -216,7 +216,7 @@ def test_a_peer_that_takes_its_process_down_costs_its_own_rows_only(how, reason,
 
 
 def test_a_process_of_its_own_gives_the_same_answers(small):
-    """Inputs and answer go through a file; lengths for the host stay on the host."""
+    """Inputs and answer pass through a file; host lengths stay on the host."""
     workload = small("prefill", "9+4")
     sources = ahead.Sources([workload], options(isolate=True))
     source = sources.take(workload)
@@ -258,7 +258,7 @@ def test_isolated_runs_note_the_first_call_of_each_operator(small):
         lambda step: None,
     )
     assert [x["op"] for x in results.first_calls] == ["decode", "rms_norm_gated"]
-    assert results.first_calls[1]["import_s"] == 0.0  # imported by then
+    assert results.first_calls[1]["import_s"] == 0.0  # already imported
 
 
 def test_the_environment_of_a_peer_is_set_in_its_own_process(tmp_path):

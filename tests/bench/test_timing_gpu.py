@@ -1,4 +1,4 @@
-"""Timing on a GPU: graphs where they can be had, events elsewhere, and no empty graph passes."""
+"""Timing on a GPU: graphs if possible, else events; an empty graph fails the check."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kernels that a peer chooses by measuring: at which size, and never by one that measured nothing.
+"""Kernels that a peer tunes: at which size, and only by processes that really measure.
 
-With Triton's own tuner, its file on disk and all, where Triton is installed; no GPU is needed:
-the kernels are stand-ins and only the tuner is real.
+The tests use Triton's own tuner and its file on disk, if Triton is installed. They need no GPU: the
+kernels are stand-ins, and only the tuner is real.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tuned:
         return [SECONDS[self.ran[-1]]] * len(quantiles)
 
     def tuner(self):
-        """As a new process has it: nothing in memory, results kept on disk."""
+        """The state of a new process: nothing in memory, results on disk."""
         kernel = self.triton.jit(_kernel)
         kernel.run = lambda *_, BLOCK, **__: self.ran.append(BLOCK)
         forms = [self.triton.Config({"BLOCK": x}) for x in SECONDS]
@@ -92,14 +92,14 @@ def compiled(small, monkeypatch, tuner):
 def test_what_a_helper_compiled_changes_no_choice_of_the_runner(
     small, monkeypatch, tuned, tmp_path
 ):
-    """Results on disk are on: a helper runs every form, writes none of it, and reads none."""
+    """With results on disk enabled, a helper runs every form, and neither writes nor reads them."""
     compiled(small, monkeypatch, tuned.tuner())
     assert tuned.ran[:3] == [16, 32, 64]
     assert not list(tmp_path.rglob("*.autotune.json"))
     runner = tuned.tuner()
     runner.run(torch.zeros(4), 4, grid=(1,))
     assert runner.best_config.kwargs == {"BLOCK": 32}  # the fastest, not the first
-    # and what was measured is kept as the library asked for
+    # and the measured times are stored, as the library asked
     (kept,) = tmp_path.rglob("*.autotune.json")
     times = [x[0] for _, x in json.loads(kept.read_text())["configs_timings"]]
     assert times == [3.0, 1.0, 2.0]
@@ -124,7 +124,7 @@ def test_nothing_is_left_changed(small, monkeypatch, tuned):
 
 
 def test_a_process_of_a_run_reads_and_keeps_no_tuning_results(monkeypatch):
-    """Whatever the caller's environment says: runners measure, helpers leave nothing."""
+    """Whatever the caller's environment, runners measure and helpers store nothing."""
     for name in ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING"):
         monkeypatch.setenv(name, "1")
     for name in ("FLA_DISABLE_BACKEND_DISPATCH", "TRANSFORMERS_VERBOSITY"):
@@ -141,7 +141,7 @@ def test_a_process_of_a_run_reads_and_keeps_no_tuning_results(monkeypatch):
 
 
 def crew_of(monkeypatch, names, chosen):
-    """A crew of spies that was sent these workloads."""
+    """A crew of spies after it was sent these workloads."""
     monkeypatch.setattr(ahead, "Worker", Spy)
     runners = {name: Spy() for name in names}
     crew = ahead.Crew(runners, run.Options(isolate=True), time.monotonic() + 9, chosen)
@@ -151,14 +151,14 @@ def crew_of(monkeypatch, names, chosen):
 
 
 def test_what_has_the_same_kernels_is_tuned_once(small, monkeypatch):
-    """FLA's norms are tuned anew for every 65,536 rows, its prefill for other heads only."""
+    """FLA tunes its norms for every 65,536 rows, and its prefill for each number of heads only."""
     chosen = [small("prefill", "9"), small("prefill", "3x5"), small("prefill", "9", raw=True)]
     chosen += [small("conv_qkv", "9"), small("conv_qkv", "5"), small("conv_qkv", "40000")]
     chosen += [small("conv_qkv", "N=2"), small("decode", "N=1"), small("decode", "N=2")]
     crew = crew_of(monkeypatch, ("fla", "sluice"), chosen)
     late = [chosen[n] for n in (0, 2, 3, 5, 6)]
     assert {w.name for _, w, _ in crew.late} == {w.name for w in late}
-    # decode has nothing to choose: both are compiled, and not by the one that tunes
+    # decode has nothing to tune: both are compiled, and not by the process that tunes
     asked = {w.name for n, _, w in crew.sent if n == "fla"}
     assert asked == {w.name for w in [*late, *chosen[7:]]}
     assert [w for n, _, w in crew.sent if n == "sluice"] == ahead.spread(chosen)
@@ -166,7 +166,7 @@ def test_what_has_the_same_kernels_is_tuned_once(small, monkeypatch):
 
 
 def test_a_batch_is_tuned_at_64_sequences_and_large_ones_come_first(monkeypatch):
-    """At one sequence all forms of a convolution take the same time: chance would choose."""
+    """With one sequence all forms of a convolution take the same time, so chance would choose."""
     chosen = plan.workloads("cuda", plan.Wanted(), torch.bfloat16)
     crew = crew_of(monkeypatch, ("fla",), chosen)
     crew.tune(LATER, lambda *_: None)
@@ -175,7 +175,7 @@ def test_a_batch_is_tuned_at_64_sequences_and_large_ones_come_first(monkeypatch)
     assert tokens == sorted(tokens, reverse=True)
     assert {str(w.size) for w in order if w.size.lengths is None} == {"N=64"}
     assert "step/Qwen3.5-35B-A3B/tp1/N=64" in [w.name for w in order]
-    # prompts: at what the surface has first
+    # prompts are tuned at the surface's first size
     prefills = {str(w.size) for w in order if w.op == "prefill" and not w.variant}
     assert prefills == {"8192"}
 

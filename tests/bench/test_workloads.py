@@ -1,4 +1,4 @@
-"""Named workloads: how sizes are written, what cases they make, and that those are right."""
+"""Workloads: the notation of sizes, and that their cases are right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sluice
 from sluice.bench import plan
 from sluice.contract.errors import SluiceError
 from sluice.layers.qwen import PRESETS, preset
-from sluice.testing.benchmarks import BATCH_OPS, NAMED, OPS, PROMPT_OPS, describe, parse_size
+from sluice.testing.workload import BATCH_OPS, NAMED, OPS, PROMPT_OPS, describe, parse_size
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_axes():
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_workload_agrees_with_the_oracle(op, small):
-    """What is timed large is run small, by the check that tests use."""
+    """A small version of each timed workload passes the check of the tests."""
     sizes = ["66+3", "2x5"] if op in PROMPT_OPS else []
     sizes += ["N=1", "N=3"] if op in BATCH_OPS else []
     for size in ["2x5"] if op == "layer" else sizes:
@@ -55,7 +55,7 @@ def test_every_workload_agrees_with_the_oracle(op, small):
         case = workload.case
         inputs = case.inputs(torch.float32)
         expected = case.expected(inputs)
-        if op == "layer":  # more tokens than step takes: its parts are composed by the provider
+        if op == "layer":  # more tokens than step takes: the provider composes its parts
             case = case.with_(tokens=2)
             inputs = case.inputs(torch.float32)
             expected = case.expected(inputs)

@@ -61,7 +61,7 @@ def test_defaults_norm_scale_and_a_decay_of_zero():
     expected = oracle.delta(q, k, v, None, ones, normalize_qk=True, cu_seqlens=BORDERS)
     close([o], expected[:1])
     alpha = g.exp()
-    alpha[60] = 0  # all is forgotten there
+    alpha[60] = 0  # forgets everything there
     out = torch.empty(200, 4, 8)
     o = chunk_gated_delta_rule(q, k, v, alpha, beta, 0.7, cu_seqlens=BORDERS, output=out)
     assert o is out

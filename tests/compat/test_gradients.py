@@ -1,7 +1,7 @@
 """Gradients of FLA's functions and of the convolutions, in float64.
 
-Exact is autograd through the recurrence written out token by token; ``gradcheck`` (finite
-differences) judges that this is the right exact, and the convolutions.
+The reference is autograd through the recurrence, token by token. ``gradcheck`` (finite differences)
+checks this reference, and the convolutions.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def test_causal_conv1d_s_convolution():
 
 
 def test_functions_without_a_gradient_refuse_one():
-    """Upstream has none for these either; nothing is silently zero."""
+    """As upstream, these have no gradient; backward raises instead of giving zeros."""
     x = drawn(2, 3).float().requires_grad_()
     y = cc.causal_conv1d_update(x, torch.zeros(2, 3, 3), torch.ones(3, 4))
     with pytest.raises(SluiceError, match="no gradient"):

@@ -1,4 +1,4 @@
-"""What every rank runs to check sequences over ranks; each check is ``name(rank, size)``."""
+"""Checks of sequences over ranks that every rank runs, as ``name(rank, size)``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def share(args: dict[str, Tensor], split: Split, rank: int) -> dict[str, Tensor]
 
 
 def packed(size: int) -> tuple[Split, Tensor]:
-    """A sequence over all ranks, between two short ones and beside an empty one."""
+    """A sequence over all ranks, between two short ones and next to an empty one."""
     bounds = inputs.cu_seqlens((30, 0, 50 * size, 25))
     return Split.even(int(bounds[-1]) + 5, size, bounds), bounds
 
 
 def own_pool(pool: Tensor, split: Split, rank: int) -> Tensor:
-    """What this rank may read of a pool: the rest is NaN."""
+    """A pool in which all rows that this rank may not read hold NaN."""
     return inputs.poisoned_pool(pool, split.part(rank).begins)
 
 
@@ -90,7 +90,7 @@ def prefill_equals_segments_and_oracle(rank: int, size: int) -> None:
 
 
 def a_scan_serves_any_split(rank: int, size: int) -> None:
-    """Sequences that begin anywhere, and go through ranks without tokens."""
+    """Sequences that begin anywhere and pass through ranks without tokens."""
     ranks = Ranks(timeout=30)
     T = 30 * size
     for borders, lengths in (
@@ -131,7 +131,7 @@ def final_states_go_where_they_were_asked_for(rank: int, size: int) -> None:
 
 
 def pools_differ_from_rank_to_rank(rank: int, size: int) -> None:
-    """Each rank has slots of its own; what it neither reads nor is given stays, NaN and all."""
+    """Each rank has its own slots; rows that it neither reads nor receives keep their NaN."""
     ranks = Ranks(timeout=30)
     split, bounds = packed(size)
     args = tokens(split.tokens)
@@ -191,7 +191,7 @@ def costs_are_what_the_formula_says(rank: int, size: int) -> None:
             assert "prefill.states" not in cost
     ranks.exchanges.clear()
     mine = share(tokens(split.tokens), split, rank)
-    scan.GATHERED, kept = 1, scan.GATHERED  # as if these were more ranks than are gathered
+    scan.GATHERED, kept = 1, scan.GATHERED  # so that even few ranks scan
     prefill(**mine, ranks=ranks, split=split)
     scan.GATHERED = kept
     steps = [2**i for i in range(size.bit_length() - 1)]
@@ -213,7 +213,7 @@ def conv_tails_cross_borders(rank: int, size: int) -> None:
     splits = [
         Split.even(T, size, (0, 10, 10, T - 5, T)),
         Split((0, *(20 * (r + 1) for r in range(size - 1)), T), (0, 19, T)),  # one token before
-        Split((0, *range(1, size), T), (0, T)),  # windows made of several ranks' tokens
+        Split((0, *range(1, size), T), (0, T)),  # windows with tokens of several ranks
         Split((0, *[T - 2] * (size - 1), T), (0, T - 1, T)),  # ranks without tokens
     ]
     for W, L in ((4, 3), (2, 4), (3, 6)):
@@ -240,7 +240,7 @@ def conv_tails_cross_borders(rank: int, size: int) -> None:
 
 
 def conv_qkv_and_narrow_windows(rank: int, size: int) -> None:
-    """A tail crosses a border unrounded even where the pool is narrower than the inputs."""
+    """A tail is sent unrounded, even if the pool is narrower than the inputs."""
     ranks = Ranks(timeout=30)
     gen = inputs.generator(4)
     T, D = 30 * size, 2 * HK * K + HV * V
@@ -274,7 +274,7 @@ def a_layer_runs_over_ranks(rank: int, size: int) -> None:
         torch.manual_seed(0)
         shape = QwenShape("s", 24, HK, HV, 1, (0,), head_k_dim=K, head_v_dim=V, order=order)
         layer = GatedDeltaNet(shape)
-        layer.A_log.fill_(-4.0)  # heads that remember: what crosses a border counts
+        layer.A_log.fill_(-4.0)  # weak decay, so that state from other ranks matters
         split, bounds = packed(size)
         x = torch.randn(split.tokens, 24)
         conv, state = layer.zero_states(4)
@@ -297,7 +297,7 @@ def a_layer_runs_over_ranks(rank: int, size: int) -> None:
 
 
 def serving_goes_on_behind_a_split_prefill(rank: int, size: int) -> None:
-    """Decode on one rank continues what all of them prefilled."""
+    """Decode on one rank continues from what all ranks prefilled."""
     ranks = Ranks(timeout=30)
     split = Split.even(60 * size, size, (0, 60 * size))
     args = tokens(split.tokens + 4)

@@ -1,4 +1,4 @@
-"""What every rank runs to check heads over ranks, and state that moves between divisions."""
+"""Checks of heads over ranks, and of state that moves between divisions; every rank runs them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def shape(order: str = "split", r: int = 2, HK: int = 4) -> QwenShape:
 def whole_layer(s: QwenShape, seed: int = 0) -> GatedDeltaNet:
     torch.manual_seed(seed)
     layer = GatedDeltaNet(s)
-    nn.init.uniform_(layer.A_log, -5.0, 0.0)  # heads that remember
+    nn.init.uniform_(layer.A_log, -5.0, 0.0)  # weak decay
     nn.init.normal_(layer.norm.weight, mean=1.0, std=0.1)
     return layer.requires_grad_(False)
 
 
 def exact_products(layer: GatedDeltaNet) -> Tensor:
-    """Make projections sums of small integers, which no order of adding rounds; an input."""
+    """Make projections sums of small integers, which are exact in any order; returns an input."""
     for name, child in layer.named_children():
         if name.startswith("in_proj"):
             child.weight.copy_(torch.randint(-4, 5, child.weight.shape) / 16)
@@ -52,7 +52,7 @@ def exact_products(layer: GatedDeltaNet) -> Tensor:
 
 
 def value_heads(layer: GatedDeltaNet, x: Tensor, **states: Tensor) -> Tensor:
-    """What the layer hands to its output projection: [B, T, HV V]."""
+    """The input of the layer's output projection: [B, T, HV V]."""
     seen: list[Tensor] = []
     hook = layer.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     layer(x, **states, batch_invariant=True)
@@ -115,7 +115,7 @@ def weights_divide_load_and_join_exactly(rank: int, size: int) -> None:
         for name, x in whole.items():
             assert_same_bits(gathered[name], x, name)
             assert_same_bits(joined[name], x, name)
-        # a whole checkpoint loads, of the layer alone and of a model that holds it
+        # a whole checkpoint loads, into the layer and into a model that holds it
         model = nn.ModuleDict({"a": nn.ModuleDict({"linear_attn": mine})})
         full = {f"a.linear_attn.{name}": x for name, x in other.state_dict().items()}
         model.load_state_dict(full)
@@ -152,7 +152,7 @@ def a_plan_divides_a_model(rank: int, size: int) -> None:
 
 
 def heads_and_sequences_at_once(rank: int, size: int) -> None:
-    """A mesh of two dimensions: half the ranks hold the other heads, or the other tokens."""
+    """A mesh of two dimensions: heads over one, tokens over the other."""
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("cp", "tp"))
     layer = whole_layer(shape())
     split = Split.even(150, size // 2, (0, 100, 150))
@@ -168,7 +168,7 @@ def heads_and_sequences_at_once(rank: int, size: int) -> None:
 def transformers_layers_are_divided(rank: int, size: int) -> None:
     """A stock layer, divided and accelerated, with a cache that holds this rank's heads only."""
     if size > 2:
-        return  # importing transformers takes longer than all else here: two ranks show it
+        return  # two ranks are enough: importing transformers takes longer than all the rest
     try:
         from transformers import DynamicCache
     except ImportError:
@@ -192,7 +192,7 @@ def transformers_layers_are_divided(rank: int, size: int) -> None:
 
 
 def full_snapshot(g: PoolGeometry, n: int = 3) -> StateSnapshot:
-    """Bits of any kind, NaN included: moving is copying."""
+    """Arbitrary bits, including NaN: moving must copy them."""
     gen = torch.Generator().manual_seed(7)
 
     def bits(*size: int, dtype: torch.dtype) -> Tensor:
@@ -240,7 +240,7 @@ def state_moves_between_divisions(rank: int, size: int) -> None:
 
 
 def a_pool_moves_from_prefill_to_decode(rank: int, size: int) -> None:
-    """Half the ranks prefilled; the others go on with the same sequences, in pools of theirs."""
+    """Half the ranks prefill; the others continue the same sequences in their own pools."""
     ranks = Ranks(timeout=30)
     sources = list(range(size // 2))
     targets = list(range(size // 2, size))

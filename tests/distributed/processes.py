@@ -1,7 +1,7 @@
-"""Real processes for tests: a function run on every rank of a gloo group, and what came of it.
+"""Real processes for tests: run a function on every rank of a gloo group, and collect the results.
 
-Processes are forked from a server that has imported torch once, so that a group of four starts in
-a fraction of a second.
+Processes are forked from a server that has imported torch once, so a group of four starts in a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _context: Any = None
 
 
 class Outcome(NamedTuple):
-    """What one rank returned, or how it failed; ``seconds`` since all had started."""
+    """One rank's result or failure; ``seconds`` count from when all had started."""
 
     value: Any = None
     error: str = ""
@@ -41,10 +41,10 @@ def on_ranks(
     limit: float = 120.0,
     lost: int | None = None,
 ) -> list[Outcome | None]:
-    """``function(rank, *arguments)`` on ``size`` processes; None for one that died without a word.
+    """Run ``function(rank, *arguments)`` on ``size`` processes; None for one that died silently.
 
-    Whatever is still running after ``limit`` seconds is killed, and the test fails; but rank
-    ``lost`` is not waited for.
+    Processes that still run after ``limit`` seconds are killed, and the test fails. Rank ``lost``
+    is not waited for.
     """
     context = _forkserver()
     answers = context.Queue()
@@ -75,7 +75,7 @@ def on_ranks(
 
 
 def values(outcomes: list[Outcome | None]) -> list[Any]:
-    """Every rank's value; fails with the traceback of those that have none."""
+    """Every rank's value; fails with the tracebacks of ranks without one."""
     failed = [
         f"rank {rank}: {'died' if outcome is None else outcome.error}"
         for rank, outcome in enumerate(outcomes)
@@ -89,7 +89,7 @@ def _forkserver() -> Any:
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        # torch._dynamo: whatever touches a meta tensor's numbers imports it
+        # torch._dynamo: operations on meta tensors import it
         _context.set_forkserver_preload(["torch._dynamo", "sluice.distributed"])
     return _context
 

@@ -1,6 +1,6 @@
-"""A rank that dies, hangs or disagrees is an error on the others, soon; never a hang, or a crash.
+"""A rank that dies, hangs or disagrees soon becomes an error on the others, not a hang or a crash.
 
-Without the agreement before it, gloo aborts the process on a collective of unequal sizes.
+Without the agreement before it, a collective of unequal sizes would make gloo abort the process.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def small_layer():
 
 
 def lose_a_rank(rank, size, how):
-    """The last rank is lost; what the others raise, and after how long."""
+    """Lose the last rank; returns what the others raise, and after how long."""
     ranks = Ranks(timeout=TIMEOUT)
     split = Split.even(64 * size, size, (0, 64 * size))
     layer = parallelize(small_layer(), None, ranks=ranks) if "layer" in how else None
-    dist.barrier()  # all have connected: who is lost now is lost to all
+    dist.barrier()  # all have connected, so all notice a loss
     lost = rank == size - 1
     if lost and how in ("before", "before layer"):
         os._exit(7)
@@ -93,7 +93,7 @@ def test_a_lost_rank_is_an_error_on_the_others(how, size, tmp_path):
 
 
 def disagree(rank, size):
-    """One rank is called with something else, in turn; all must say so and stay in step."""
+    """One rank at a time gets other arguments; all must raise and stay in step."""
     ranks = Ranks(timeout=20)
     split = Split.even(64 * size, size, (0, 64 * size))
     other = Split((0, *(60 + 64 * r for r in range(size - 1)), 64 * size), (0, 64 * size))
@@ -138,7 +138,7 @@ def out_of_step(rank, size, ranks, split):
 
 
 def refuse(rank, size):
-    """Bad arguments on one rank: its own error there, its words on the others."""
+    """Bad arguments on one rank: its own error there, the same words on the others."""
     ranks = Ranks(timeout=20)
     split = Split.even(64 * size, size, (0, 64 * size))
     odd = rank == size - 1
@@ -147,7 +147,7 @@ def refuse(rank, size):
         ({"v": torch.zeros(64, 3, 8)}, "prefill: v: expected"),
         ({"v": torch.zeros(63, 2, 8)}, "prefill: v: expected"),
         ({"slots": [0]}, "distributed.prefill: slots: expected state beside it"),
-        ({"g": nan}, "prefill: g"),  # found by the operator, after the metadata had passed
+        ({"g": nan}, "prefill: g"),  # found by the operator, after the metadata checks
         ({"deliver": size}, "deliver: expected"),
         ({"deliver": "first"}, "deliver: expected"),
         ({"method": "guess"}, "method: expected"),
@@ -169,7 +169,7 @@ def refuse(rank, size):
 
 
 def divide_wrongly(rank, size):
-    """Layers that differ, and hidden states that do."""
+    """Layers that differ, and hidden states that differ."""
     ranks = Ranks(timeout=20)
     odd = rank == size - 1
     layer = small_layer()

@@ -1,4 +1,4 @@
-"""The example and the benchmark run as they say: under torchrun, and on a CPU."""
+"""The examples and the benchmark run as documented: under torchrun, and on a CPU."""
 
 from __future__ import annotations
 

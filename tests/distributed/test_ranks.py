@@ -1,6 +1,6 @@
 """Real processes over gloo, 2 and 4 ranks: every check of checks_*.py in one group of each size.
 
-A group runs all checks and reports each failure, so that torch is not imported once a check.
+One group runs all checks and reports each failure, so torch is imported once, not once per check.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run_checks(rank, size, group):
             failures[check.__name__] = traceback.format_exc()
         seconds[check.__name__] = round(time.perf_counter() - start, 2)
         if failures:
-            break  # ranks may be out of step now: what follows would say nothing
+            break  # ranks may be out of step, so later checks would mean nothing
     return failures, seconds
 
 
@@ -38,7 +38,7 @@ def test_checks_on_ranks(group, size, tmp_path):
     failed = [
         f"rank {rank}: {text}" for rank, (all_, _) in enumerate(results) for text in all_.values()
     ]
-    # those that only heard of another rank's failure last
+    # last, the ranks that only report another rank's failure
     failed.sort(key=lambda text: "RankError" in text)
     assert not failed, "\n".join(failed)
     assert results[0][1].keys() == {check.__name__ for check in CHECKS[group]}

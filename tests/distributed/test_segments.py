@@ -1,6 +1,6 @@
-"""The maths of context parallel prefill, on one device: R shares one after the other.
+"""The mathematics of context-parallel prefill on one device: R shares one after the other.
 
-What ranks add to it, messages, is in test_ranks.py.
+test_ranks.py tests the messages between ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def call(
 def assert_exact(got, args, tolerance=FLOAT32_CPU, **options):
     o, state = oracle.delta(**args, **options)
     assert_within(got[0], o, tolerance, name="o", per=got[0].dim() - 2)
-    # inputs of 16 bits are exact numbers: only outputs are rounded to them
+    # 16-bit inputs are exact numbers; only outputs are rounded to 16 bits
     assert_within(got[1], state, FLOAT32_CPU, name="state", per=1)
 
 
@@ -88,7 +88,7 @@ def test_half_precision_stays_within_what_is_expected(dtype, method):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_float64_is_exact_to_float64(rule):
-    """No step of the algebra rounds to float32 behind the caller's back."""
+    """With float64 inputs no step rounds to float32."""
     args, state = call(T=100, rule=rule, dtype=torch.float64)
     split = Split((0, 31, 70, 100))
     got = prefill_segments(**args, state=state.clone(), split=split, backend="chunked")
@@ -160,7 +160,7 @@ def test_pools_slots_padding_and_new_sequences(layout, method):
     args, _ = call(T=120)
     bounds = inputs.cu_seqlens((20, 50, 10, 40))
     pool = inputs.recurrent_state(inputs.generator(5), 7, 4, 16, 16).float()
-    pool[3] = float("nan")  # of a sequence that is new: never read
+    pool[3] = float("nan")  # of a new sequence: never read
     pool = pool if layout == "vk" else pool.mT.contiguous()
     rows = {
         "slots": torch.tensor([4, 3, -1, 1]),
@@ -184,7 +184,7 @@ def test_pools_slots_padding_and_new_sequences(layout, method):
 
 
 def test_a_narrow_pool_is_rounded_once():
-    """The states between segments are float32 whatever the pool holds."""
+    """The states between segments are float32, whatever the pool's dtype."""
     args, state = call(T=150)
     pool = state.bfloat16()
     _, wide = prefill_segments(**args, state=pool.float(), split=Split.even(150, 3))
@@ -211,7 +211,7 @@ def test_without_a_state_a_fresh_one_is_returned():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_transition_takes_any_state_behind_its_piece(rule):
-    """(D1) on a state of a thousand times the size: the message alone predicts the operator."""
+    """(X1) on a state a thousand times as large: the message alone predicts the operator."""
     args, state = call(T=70, rule=rule, gates="weak")
     state = 1000 * state
     _, behind = sluice.prefill(**args, state=state.clone())
@@ -228,7 +228,7 @@ def test_a_transition_takes_any_state_behind_its_piece(rule):
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8])
 def test_maps_composed_in_pairs_are_maps_in_a_row(n, delta):
-    """What a GPU does in log n products, and a CPU in n."""
+    """A GPU takes log n products, a CPU n."""
     gen, V, K = inputs.generator(n), 6, 5
     maps = inputs.normal(gen, n + 1, 2, 3, V + (K if delta else 1), K)
     row = join(maps, tuple(range(n + 1)), V, delta)

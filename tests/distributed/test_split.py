@@ -1,4 +1,4 @@
-"""Split: whose tokens are whose."""
+"""Split: which tokens each rank holds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_through_is_where_a_sequence_has_tokens_on_both_sides_and_none_here(spli
 
 @given(splits())
 def test_a_part_both_incoming_and_outgoing_is_one_piece(split):
-    """What makes a rank either run its tokens once, or as one transition."""
+    """What decides whether a rank runs its tokens once or as a transition."""
     for part in split.parts:
         if part.incoming and part.outgoing and part.last - part.first == 1:
             assert part.bounds == (0, part.stop - part.start)

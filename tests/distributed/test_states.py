@@ -1,4 +1,4 @@
-"""State brought from one number of ranks to another: bit for bit, by sections, or refused."""
+"""State moved from one number of ranks to another: bit for bit, by sections, or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIVISORS = (1, 2, 3, 4, 6, 12)
 
 
 def snapshot(n=3, **change):
-    """Every element a number of its own, so that no wrong place can hold the right one."""
+    """Every element is a different number, so that a wrong place shows."""
     g = PoolGeometry.for_model(SHAPE, conv_dtype=torch.float32, conv_columns=4, **change)
     sizes = (LAYERS, n, *g.conv_shape), (LAYERS, n, *g.state_shape)
     conv, state = (torch.arange(torch.Size(size).numel()).view(size) for size in sizes)
@@ -27,7 +27,7 @@ def snapshot(n=3, **change):
 
 
 def shares(whole, tp):
-    """By the layer's own rule for conv channels, and by heads."""
+    """A share made by the layer's own rule for conv channels, and by heads."""
     made = []
     for rank in range(tp):
         conv = shard_channels(whole.conv, SHAPE, rank=rank, tp=tp, dim=2)

@@ -74,7 +74,7 @@ class Model:
         )
 
     def packed(self, T: int) -> dict[str, Any]:
-        bounds = self.slots.new_zeros(3)  # a tensor made from a list would wait for the device
+        bounds = self.slots.new_zeros(3)  # torch.tensor(list) would wait for the device
         bounds[1:2].fill_(1)
         bounds[2:].fill_(T)
         known = torch.ones(2, dtype=torch.bool, device=self.device)
@@ -102,7 +102,7 @@ class Model:
 
 
 def production(device: str = "cpu") -> Iterator[tuple[str, Call]]:
-    """Every kernel of the backend in the forms that a serving process uses, by name."""
+    """By name, calls of every kernel as a serving process makes them."""
     for state, short in ((FP32, "fp32"), (BF16, "bf16")):
         model = Model(state=state, device=device)
         yield f"decode, {short} state", model.decode

@@ -1,4 +1,4 @@
-"""Compile the backend's kernels for a GPU that is not here, with the arguments a real call passes.
+"""Compile the backend's kernels for a GPU that is absent, with the arguments of a real call.
 
     launches = captured(lambda: sluice.decode(..., backend="triton"))
     compile_for(launches[0], TARGETS["sm_90"])
@@ -44,7 +44,7 @@ POINTERS = {
 
 
 class Launch(NamedTuple):
-    """What one launch was called with."""
+    """The arguments of one launch."""
 
     kernel: Any
     programs: int
@@ -57,10 +57,10 @@ class Launch(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What the compiler gave a kernel; None where the target does not say."""
+    """The resources that a kernel uses; None where the target does not report them."""
 
     registers: int | None
-    spills: int | None  # bytes of stack a thread
+    spills: int | None  # bytes of stack per thread
     shared: int
     instructions: int | None
 
@@ -115,7 +115,7 @@ def compile_for(launch: Launch, target: GPUTarget) -> Any:
     """The compiled kernel, for ``target``."""
     saved = target_info.current_target
 
-    def current_target() -> GPUTarget:  # what a kernel asks for while it is compiled
+    def current_target() -> GPUTarget:  # queried during compilation
         return target
 
     current_target.__triton_builtin__ = True

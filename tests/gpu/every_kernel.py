@@ -1,8 +1,8 @@
-"""Run every kernel once on the GPU, as a serving process does: what compute-sanitizer watches.
+"""Run every kernel once on the GPU, as a serving process does, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python -m tests.gpu.every_kernel [decode step conv ...]
 
-Names select calls by how they begin; without any, all run.
+Arguments select calls by the beginning of their names; without arguments, all run.
 """
 # ruff: noqa: T201
 
@@ -22,7 +22,8 @@ from tests.gpu.calls import Call, production
 def prefills() -> Iterator[tuple[str, Call]]:
     """Packed sequences of 0, 1 and many tokens from pool rows, on each backend that serves them.
 
-    The last one ends with a whole chunk, and with its tensors: what is read ahead lies outside.
+    The last sequence ends with a whole chunk and at the end of its tensors, so reading ahead would
+    leave them.
     """
     HK, HV, T = 2, 4, 257
     bf16 = torch.bfloat16

@@ -1,13 +1,14 @@
-"""Kernels in which one group of warps writes and another reads, ordered as in the Hopper prefill.
+"""Kernels in which one warpgroup writes and another reads, ordered as in the Hopper prefill.
 
     compute-sanitizer --tool racecheck --racecheck-report all python -m tests.gpu.race_probe
 
-The writers store, meet at a barrier of their own, and one of them arrives at an mbarrier; the
-readers wait for that mbarrier, and give the buffer back the same way. That is an order, so what
-racecheck reports of it is no race. Three forms: stores of some numbers ("plain"), of numbers and a
-tile from a product's layout ("rows"), and of the end of a tile ("tile"); 1, 2 or 4 numbers a token.
-The results are checked as well. On an H200 racecheck reports none of the first but Triton's own
-hand-over, and thousands of the others (benchmarks/results).
+The writers store, meet at their own barrier, and one of them arrives at an mbarrier; the readers
+wait for that mbarrier, and release the buffer in the same way. This orders stores and reads, so
+racecheck's reports about them are not races. There are three forms: stores of some numbers
+("plain"), of numbers and a tile in a product's layout ("rows"), and of the end of a tile ("tile"),
+with 1, 2 or 4 numbers per token. The results are checked too. On an H200 racecheck reports only
+Triton's own hand-over for the first form, and thousands of hazards for the others
+(benchmarks/results).
 """
 # ruff: noqa: T201
 

@@ -1,18 +1,18 @@
-"""What compute-sanitizer's racecheck found, less what it cannot judge.
+"""Read the report of compute-sanitizer's racecheck, without the hazards it cannot judge.
 
     compute-sanitizer --tool racecheck --racecheck-report hazard --show-backtrace no \
         --print-limit 1000000 python -m tests.gpu.every_kernel | python -m tests.gpu.races
 
-``gl.warp_specialize`` hands its arguments to the other warps through shared memory, between two
-barriers of the whole program. racecheck reports these reads and writes as soon as the program has
-used a barrier of its own before, even with no shared memory of ours (docs/kernels/prefill.md).
-Both their sides lie on the kernel's first line or at ``gl.warp_specialize``.
+``gl.warp_specialize`` passes its arguments to the other warps through shared memory, between two
+barriers of the whole program. racecheck reports these reads and writes if the program used a
+barrier before, even in a kernel without other shared memory (docs/kernels/prefill.md). Both sides
+lie on the kernel's first line or at ``gl.warp_specialize``.
 
-Between groups of warps the Hopper prefill is ordered by mbarriers: a group stores, meets at a
-barrier of its own, and one of its threads arrives. racecheck reports such stores and reads too, by
-chance of their timing, also in a kernel that does nothing else (``tests/gpu/race_probe.py``). So
-what it says of two groups of that kernel counts apart; that each arrival lies behind its group's
-barrier is held by ``tests/gpu/test_hopper.py``. Any other hazard is a fault.
+In the Hopper prefill, mbarriers order the warpgroups: a group stores, meets at its own barrier, and
+one of its threads arrives. Depending on timing, racecheck reports these stores and reads too, also
+in a kernel that does nothing else (``tests/gpu/race_probe.py``). So hazards between two groups of
+that kernel are counted separately. ``tests/gpu/test_hopper.py`` checks that each arrival comes
+after its group's barrier. Any other hazard is a fault.
 """
 # ruff: noqa: T201
 
@@ -25,13 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HAZARD = re.compile(r"(RAW|WAR|WAW) hazard detected")
 SIDE = re.compile(r"(?:Write|Read) Thread \((\d+),.* at (\w+)\+\S+ in (\S+\.py):(\d+)")
-GROUP = 128  # threads of a group of warps
+GROUP = 128  # threads of a warpgroup
 SPECIALIZED = "hopper_state_kernel"
 TOTAL = re.compile(r"RACECHECK SUMMARY: (\d+) hazards displayed \((\d+) errors")
 
 
 def dispatching(file: str, line: int) -> bool:
-    """Whether a line of a kernel's file is one that Triton's hand-over is attributed to."""
+    """Whether racecheck attributes Triton's hand-over to this line of a kernel's file."""
     found = list((ROOT / "src/sluice/backends").rglob(Path(file).name))
     if not found:
         return False
@@ -44,8 +44,8 @@ def dispatching(file: str, line: int) -> bool:
 
 
 def judge(report: str) -> tuple[int, int, list[str]]:
-    """How many hazards are the hand-over's, how many lie between groups of warps that mbarriers
-    order, and a line for each other one."""
+    """How many hazards are the hand-over's, how many lie between warpgroups that mbarriers order,
+    and a line for each other one."""
     handed, between, faults = 0, 0, []
     for part in re.split(r"(?==+ Error:)", report):
         if not HAZARD.search(part):

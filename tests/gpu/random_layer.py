@@ -1,4 +1,4 @@
-"""One layer with random numbers, for tests of bits: the same rows in batches of any make-up."""
+"""One layer with random numbers, for tests of bits: the same rows in any batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sluice
 from sluice.testing import compare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter truncates float32 to bfloat16: on a CPU, float16 stands for it
+# Triton's interpreter truncates float32 to bfloat16, so tests on a CPU use float16
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 
@@ -71,7 +71,7 @@ class Layer:
         )
 
     def steps_alone_as_together(self) -> None:
-        """Require each row's step by itself to leave the bits that it leaves in the batch."""
+        """Require each row alone to give the same bits as in the batch."""
         together, alone = ((self.state.clone(), self.window.clone()) for _ in range(2))
         y = self.step(*together)
         for i in range(self.N):

@@ -1,4 +1,4 @@
-"""Calls of all sizes, of the kinds that ``sluice warmup`` prepares for."""
+"""Calls of all sizes, of the kinds that ``sluice warmup`` covers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 130, 1030, 3000, 4096, 16384, 65536, 1 <<
 
 
 class Sliced(Forms):
-    """Indices and gates begin within another tensor, one element in: at no multiple of 16 bytes."""
+    """Indices and gates start one element into another tensor: not at a multiple of 16 bytes."""
 
     def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         narrow = len(size) == 3 and size[-1] < self.shape.head_v_dim
@@ -38,7 +38,7 @@ class Sliced(Forms):
 
 
 def serve(forms: Forms, begin: Callable[[str], None] = lambda _: None) -> None:
-    """Every operator. ``begin`` is told what is called next."""
+    """Call every operator. ``begin`` gets the name of each call."""
 
     def call(op: str, made: Any, what: str) -> None:
         begin(f"{op} {what}")
@@ -63,7 +63,7 @@ def serve(forms: Forms, begin: Callable[[str], None] = lambda _: None) -> None:
         call("rms_norm_gated", forms.rms_norm_gated(N), str(N))
     for T in (1, 2, 3, 5, 8):
         call("step", forms.step(2, T, False), f"dense 2 x {T}")
-    for T in TOKENS[6:-1]:  # fewer are a step's; rows of more lie 2**31 elements apart
+    for T in TOKENS[6:-1]:  # fewer run as a step; with more, rows lie 2**31 elements apart
         call("conv_qkv", forms.conv_qkv(2, T, False), f"dense 2 x {T}")
         call("prefill", forms.prefill(2, T, False), f"dense 2 x {T}")
 

@@ -1,6 +1,6 @@
-"""The same bits whatever the configuration: rows of configs.py may change speed, never a number.
+"""The same bits in every configuration: rows of configs.py may change speed, never a result.
 
-These run on a GPU, or on a CPU in Triton's interpreter.
+The tests run on a GPU, or on a CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def planned_anew() -> Iterator[None]:
 
 
 def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Let the tables change rows at ``limit`` states, so that small batches differ in theirs."""
+    """Move the tables' limits to ``limit`` states, so that small batches use different rows."""
     for table in (configs.DECODE, configs.DRAFT):
         for key, (*first, last) in table.items():
             changed = [row._replace(limit=limit) for row in first]
@@ -60,7 +60,7 @@ def test_decode_of_a_row_does_not_depend_on_the_row_of_the_table(monkeypatch, st
 
 @pytest.mark.parametrize("state", [torch.float32, HALF], ids=("fp32", "half"))
 def test_every_row_of_the_table_leaves_the_same_bits(monkeypatch, state):
-    """Also rows between the first and the last, which the batches above do not reach."""
+    """Also for rows between the first and the last, which the batches above do not use."""
     layer = Layer(2, state=state, **SIZE)
     key = "vk", state.itemsize
     rows = configs.DECODE[key]
@@ -80,14 +80,14 @@ def test_every_row_of_the_table_leaves_the_same_bits(monkeypatch, state):
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("heads", [(2, 2), (2, 4), (1, 3)], ids=str)
 def test_step_of_a_row_does_not_depend_on_the_batch(state, tokens, heads):
-    """Programs of a key head share its windows, whichever of them comes last."""
+    """The programs of a key head share its windows, and any of them may be the last."""
     layer = Layer(3, tokens, state=state, **{**SIZE, "HK": heads[0], "HV": heads[1]})
     layer.steps_alone_as_together()
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_the_last_program_of_a_key_head_writes_its_windows_and_no_other(tokens):
-    """A counter that stands one lower leaves its key head without a last program."""
+    """With a counter that starts one lower, no program is the last of its key head."""
     layer = Layer(2, tokens, **{**SIZE, "HK": 1, "HV": 3})
     pools = layer.state.clone(), layer.window.clone()
     layer.step(*pools)
@@ -96,7 +96,7 @@ def test_the_last_program_of_a_key_head_writes_its_windows_and_no_other(tokens):
     expected = layer.qkvz[:, :, :keys].transpose(1, 2)
     compare.assert_same_bits(after.contiguous(), expected.contiguous(), "new columns of q and k")
     counters = arrivals_of(pools[1], layer.HK)
-    counters[layer.slots[0].long()] = -1  # so nobody is the last
+    counters[layer.slots[0].long()] = -1  # so that no program is the last
     before = pools[1].clone()
     layer.step(*pools)
     assert torch.equal(pools[1][rows[0], :keys], before[rows[0], :keys])
@@ -107,7 +107,7 @@ def test_the_last_program_of_a_key_head_writes_its_windows_and_no_other(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_step_leaves_its_counters_at_zero(tokens):
-    """What one call counted must not reach the next, nor rows that are padding."""
+    """One call's count must not affect the next call, nor padded rows."""
     layer = Layer(4, tokens, **SIZE)
     layer.slots[1] = -1
     pools = layer.state.clone(), layer.window.clone()
@@ -119,7 +119,7 @@ def test_step_leaves_its_counters_at_zero(tokens):
 @pytest.mark.skipif(DEVICE != "cuda", reason="a graph needs a GPU")
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_step_can_be_captured_before_any_other_call(tokens):
-    """A pool without counters yet: those of the graph are zeros at every replay."""
+    """For a pool without counters: the graph's counters are zero at every replay."""
     warm, layer = (Layer(3, tokens, seed=seed, **SIZE) for seed in (0, 1))
     warm.step(warm.state, warm.window)  # compiles, with another pool
     pools, expected = ([layer.state.clone(), layer.window.clone()] for _ in range(2))
@@ -138,7 +138,7 @@ def test_step_can_be_captured_before_any_other_call(tokens):
 @pytest.mark.parametrize("accepted", range(5))
 @pytest.mark.parametrize("many", [False, True], ids=("few", "many"))
 def test_verify_and_commit_leave_the_bits_of_decode(monkeypatch, state, accepted, many):
-    """Also of one token, which decode serves with another variant of the kernel."""
+    """Also for one token, which decode runs by another variant of the kernel."""
     if many:
         smaller(monkeypatch, 0)
         monkeypatch.setattr(configs, "COMMIT_FROM", 1)
@@ -157,7 +157,7 @@ def test_verify_and_commit_leave_the_bits_of_decode(monkeypatch, state, accepted
 
 @pytest.mark.parametrize("lengths", [(1, 37, 0, 20), (16,), (33,)], ids=str)
 def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, lengths):
-    """A chunk inside a sequence is compiled by itself; its neighbours take the general path."""
+    """A chunk inside a sequence has its own code path; its neighbours take the general one."""
     HK, HV, K, N, T = 2, 4, SIZE.get("K", 32), len(lengths), sum(lengths) + 3
     D = (2 * HK + HV) * K
     gen = torch.Generator().manual_seed(T)

@@ -1,4 +1,4 @@
-"""Choosing a configuration: by rule, from sizes alone, on any machine."""
+"""Configurations are chosen by rule, from sizes alone, on any machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_row_of_decode_changes_the_order_of_a_sum(layout, dtype, K):
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cache_hints_are_those_a_gpu_knows(dtype, tokens):
-    """Any other string would be refused where it is compiled, and only there."""
+    """Any other string would fail, but only when the kernel is compiled."""
     hints = {"", configs.STREAM, configs.KEEP}
     found = [configs.decode(dtype, "vk", 128, 128, states, tokens) for states in STATES]
     assert {hint for config in found for hint in (config.LOAD, config.STORE)} <= hints
@@ -56,7 +56,7 @@ def test_a_program_has_no_more_rows_than_the_state(V):
 
 
 def test_a_program_of_a_large_batch_moves_eight_kilobytes():
-    """Fewer and the GPU cannot start programs as fast as memory could feed them."""
+    """With fewer, the GPU could not start programs as fast as memory delivers."""
     for dtype in DTYPES:
         config = configs.decode(dtype, "vk", 128, 128, 8192)
         assert 2 * config.BLOCK_V * 128 * dtype.itemsize >= 8192

@@ -24,10 +24,10 @@ pytestmark = [
 
 
 def allowed(name: str, target: str) -> int:
-    """Bytes of stack a thread may use (registers on AMD).
+    """Bytes of stack that a thread may use (registers on AMD).
 
-    ``step`` has a whole state in registers: it may put some addresses elsewhere, and a state of
-    256 × 256 does not fit at all. The others have none or next to none.
+    ``step`` holds a whole state in registers: it may spill some addresses, and a state of 256 × 256
+    does not fit. The others spill nothing, or almost nothing.
     """
     if not name.startswith("step"):
         return 32
@@ -37,7 +37,7 @@ def allowed(name: str, target: str) -> int:
 
 
 def measured(target: str, calls: dict[str, Call]) -> Iterator[tuple[str, str, Resources]]:
-    """(call, kernel, resources) of everything the calls launch."""
+    """(call, kernel, resources) of all launches of the calls."""
     for name, call in calls.items():
         for launch in captured(call):
             yield name, launch.name, resources(compile_for(launch, TARGETS[target]))

@@ -58,13 +58,13 @@ KERNELS = {
 }
 
 SPILLS = {"states, 128 columns": 176}
-"""Bytes a thread, of four groups of warps that share the registers of an SM; 64 where none are
-named. With Triton 3.6, with which the kernels run, it is 144, none of it in a loop over chunks;
-with 3.8, with which they only compile, 168."""
+"""Bytes per thread, of four warpgroups that share the registers of an SM; 64 for kernels that are
+not named. Triton 3.6 spills 144 bytes, none of them in a loop over chunks; Triton 3.8 spills 168.
+"""
 
 
 def kind(name: str, chunks: bool) -> str:
-    """What a parameter is, as Triton writes it: the parallel half's, or the serial one's."""
+    """The type of a kernel's parameter in Triton's notation, for either kernel."""
     number = "bf16"
     if name.endswith("_desc"):
         width = K if chunks else C
@@ -80,9 +80,9 @@ def kind(name: str, chunks: bool) -> str:
 @pytest.mark.skipif(interpreted(), reason="the interpreter does not compile")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_for_hopper_and_fits(name):
-    """Next to no spills, shared memory of one SM, tensor-core instructions that do not wait.
+    """Almost no spills, shared memory of one SM, and tensor-core instructions that do not wait.
 
-    Where registers are short ptxas waits after each of them, and says so nowhere else.
+    If registers are short, ptxas waits after each of these instructions; only the code shows it.
     """
     fn, constants = KERNELS[name]
     constants = HEADS | constants
@@ -108,9 +108,9 @@ def test_a_kernel_compiles_for_hopper_and_fits(name):
 
 
 def hurried(ptx: str) -> list[str]:
-    """Arrivals at an mbarrier with a store to shared memory before them and no barrier between.
+    """Arrivals at an mbarrier after a store to shared memory, without a barrier in between.
 
-    One thread arrives for its whole group: what the others have stored must lie behind a barrier.
+    One thread arrives for its whole group, so a barrier must separate the others' stores from it.
     compute-sanitizer's racecheck does not see this order (tests/gpu/race_probe.py).
     """
     found, stored = [], False
@@ -132,7 +132,7 @@ def test_an_arrival_in_front_of_the_barrier_is_found():
 
 
 def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> SimpleNamespace:
-    """What a plan looks at, for a packed call of N sequences of equal length."""
+    """The inputs of a plan, for a packed call of N sequences of equal length."""
     return SimpleNamespace(N=N, T=N * tokens, HV=HV, varlen=True, batch_invariant=batch_invariant)
 
 
@@ -140,7 +140,7 @@ def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> S
 @pytest.mark.parametrize("N", [1, 3, 8])
 @pytest.mark.parametrize("tokens", [64, 2048, 8192, 131072])
 def test_a_plan_splits_into_whole_chunks_or_not_at_all(tokens, N, HV):
-    """Segments are whole chunks, long enough for the workspace's promise."""
+    """Segments are whole chunks, and long enough to keep the workspace small."""
     plan = prefill.plan(problem(N, tokens, HV), 132)
     assert plan.BLOCK_V in (64, 128)
     assert plan.segment % C == 0

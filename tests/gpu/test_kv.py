@@ -1,6 +1,6 @@
-"""States [K, V], as transformers keeps them: bits, and how the kernels move them.
+"""States [K, V], as in transformers: their bits, and how the kernels load and store them.
 
-The bits run on a GPU, or on a CPU in Triton's interpreter; the machine code is compiled anywhere.
+Tests of bits run on a GPU, or on a CPU in Triton's interpreter; machine code is compiled anywhere.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_step_of_a_row_does_not_depend_on_the_batch(state, tokens, heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_step_leaves_what_it_leaves_in_the_other_order(tokens):
-    """Sums have another order, so float32's rounding lies between them, and no more."""
+    """Sums have another order, so results differ by float32 rounding only."""
     sizes = {**SIZE, "K": 48, "V": 32}
     found = []
     for kind in (KV, Layer):
@@ -134,11 +134,11 @@ def calls(state: torch.dtype) -> dict[str, Call]:
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
 @pytest.mark.parametrize("name", calls(torch.float32))
 def test_a_state_is_moved_16_bytes_at_a_time_and_stays_in_its_threads(state, name):
-    """As wide as memory can, by the fewest loads; none of it goes through shared memory.
+    """Loads are as wide as possible and as few as possible, and none goes through shared memory.
 
-    What threads exchange are vectors: keys, values and sums. A state of 128 × 128 that is summed
-    in the wrong order is exchanged itself: 390 instructions or more that do it, or all of it in
-    shared memory at once.
+    Threads exchange only vectors: keys, values and sums. If a state of 128 × 128 were summed in the
+    wrong order, threads would exchange the state itself, by 390 instructions or more, or all of it
+    through shared memory.
     """
     for launched in captured(calls(state)[name]):
         compiled = compile_for(launched, TARGETS["sm_90"])
@@ -161,7 +161,7 @@ def test_a_state_is_moved_16_bytes_at_a_time_and_stays_in_its_threads(state, nam
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
 @pytest.mark.parametrize(("size", "tokens"), [(64, 4), (128, 1), (128, 4), (256, 1)])
 def test_step_fits(target, state, size, tokens):
-    """Nothing of a state spills, but for one of 256 × 256, which has no room beside anything."""
+    """No part of a state spills, except of one of 256 × 256, which fills all registers."""
     model = Model(HK=2, HV=4, K=size, V=size, layout="kv", state=state)
     for launched in captured(lambda: model.step(tokens)):
         used = resources(compile_for(launched, TARGETS[target]))

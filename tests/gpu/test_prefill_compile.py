@@ -33,10 +33,10 @@ SPILLS = {
 }
 SPILLS_HARD = {"prefill_state_kernel": 656, "prefill_segments_kernel": 104}
 SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 800}
-"""Bytes of stack a thread: in general, of kernels for programs with hard chunks (between their two
-loops, mostly: see below), and with keys of 256, twice what the registers are meant for."""
+"""Bytes of stack per thread: in general; in kernels for programs with hard chunks (mostly between
+their two loops, see below); and with keys of 256, twice the width that registers suffice for."""
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-"""Shared memory of a program, kB."""
+"""Shared memory per program, kB."""
 
 
 def call(
@@ -95,7 +95,7 @@ def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
 
 
 def inner_loops(code: str) -> list[str]:
-    """The bodies of machine code's innermost loops that have products in them."""
+    """The bodies of the innermost machine-code loops that contain products."""
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, flags=re.MULTILINE)
     at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     jumps = [(i, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line)) for i, (_, line) in enumerate(lines)]

@@ -26,7 +26,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Prompts:
-    """Packed sequences with random numbers, their states in a pool of two rows more."""
+    """Packed sequences with random numbers; the pool has two more rows than sequences."""
 
     def __init__(self, lengths: list[int], HK: int = 2, HV: int = 8, seed: int = 0, T: int = 0):
         gen = torch.Generator("cuda").manual_seed(seed)
@@ -48,7 +48,7 @@ class Prompts:
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """In the same buffer, so that a graph sees them."""
+        """Write new lengths to the same buffer, so that a graph reads them."""
         bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         if hasattr(self, "bounds"):
             self.bounds.copy_(bounds)
@@ -129,6 +129,7 @@ def test_row_31_prefill_does_not_wait_for_the_device(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_streams_at_once_have_the_bits_of_one(backend):
+    """Reliability row 22."""
     calls = [Prompts([700, 333], seed=seed) for seed in (1, 2)]
     alone = [prompts.once(backend) for prompts in calls]
     streams = [torch.cuda.Stream() for _ in calls]
@@ -146,7 +147,7 @@ def test_two_streams_at_once_have_the_bits_of_one(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_does_not_depend_on_its_batch_when_asked(backend):
-    """Its own length alone decides, whatever the others' and however many heads there are."""
+    """Reliability row 13: neither other sequences nor the number of heads changes a bit."""
     lengths = [2000, 300, 50, 4000, 1]
     prompts = Prompts(lengths, 4, 8)
     o, pool = prompts.once(backend, batch_invariant=True)
@@ -158,7 +159,7 @@ def test_a_row_does_not_depend_on_its_batch_when_asked(backend):
         got, state = alone.once(backend, batch_invariant=True)
         compare.assert_same_bits(got, o[start : start + length], f"o of sequence {i}")
         compare.assert_same_bits(state[1], pool[i + 1], f"state of sequence {i}")
-        half = Prompts([length], 2, 4)  # the first half of the heads, as one of two ranks has them
+        half = Prompts([length], 2, 4)  # the first half of the heads, as on one of two ranks
         half.tokens = {n: x[:, : x.shape[1] // 2] for n, x in alone.tokens.items()}
         half.rates = {n: x[:4] for n, x in prompts.rates.items()}
         half.pool = alone.pool[:, :4].contiguous()
@@ -169,7 +170,7 @@ def test_a_row_does_not_depend_on_its_batch_when_asked(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_long_prompt_is_its_parts_one_after_the_other(backend):
-    """More chunks than the kernels look ahead for hard ones (256), and some that are."""
+    """More chunks than the kernels look ahead for hard ones (256), and some hard ones."""
     whole = Prompts([20_000], 2, 4)
     for begin in (6_400, 12_736, 17_000):
         whole.tokens["k"][begin : begin + 200] = whole.tokens["k"][begin]
@@ -190,7 +191,7 @@ def test_row_5_tokens_past_two_to_the_31_elements(backend):
     """A short sequence whose values and outputs lie beyond 2**31 elements."""
     HK, HV, far, length = 1, 8, 2**21 + 64, 300
     prompts = Prompts([far, length], HK, HV)
-    prompts.slots[0] = -1  # its outputs are zeros: quick
+    prompts.slots[0] = -1  # padding, whose zeros are quick
     assert prompts.tokens["v"].numel() > 2**31
     near = Prompts([length], HK, HV)
     near.tokens = {n: x[far:].clone() for n, x in prompts.tokens.items()}
@@ -204,7 +205,7 @@ def test_row_5_tokens_past_two_to_the_31_elements(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_row_9_more_programs_than_a_grid_has_in_y_and_z(backend):
-    """9,000 sequences of 8 heads are as 9 sequences a thousand times over."""
+    """9,000 sequences of 8 heads equal 9 sequences repeated a thousand times."""
     lengths = [1, 2, 70, 64, 0, 3, 65, 5, 10]
     few = Prompts(lengths)
     many = Prompts(lengths * 1000)
@@ -247,7 +248,7 @@ def test_row_10_after_warmup_a_serving_process_compiles_nothing():
 
 
 def served(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs as conv_qkv leaves them: gates computed, in float32; slots as a scheduler has them."""
+    """Inputs as conv_qkv returns them, with gates in float32; slots in int64."""
     kept = ("q", "k", "v", "g", "beta", "slots")
     kinds = {"g": FP32, "beta": FP32, "slots": torch.int64}
     return {n: x.to(kinds.get(n, x.dtype)) for n, x in inputs.items() if n in kept}

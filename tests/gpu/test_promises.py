@@ -37,7 +37,7 @@ def variants() -> dict[str, int]:
 
 @pytest.mark.parametrize("name", dict(production()))
 def test_row_31_no_operator_waits_for_the_device(name):
-    """Compiled beforehand: the first call of a process loads what it compiled."""
+    """After a first call, which compiles and loads the kernels."""
     call = dict(production("cuda"))[name]
     call()
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def test_row_1_a_thousand_repeats_give_the_same_bits(op, rows):
 
 @pytest.mark.parametrize("op", ["decode", "step"])
 def test_pools_of_one_shape_may_start_at_any_address(op):
-    """The kernel for addresses that are multiples of 16, once launched, is not used for others."""
+    """A kernel for addresses at multiples of 16 bytes must not serve other addresses."""
     layer = Layer(3, **SIZE)
 
     def once(offset: int) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ def test_row_5_slots_past_two_to_the_31_elements(dtype):
 
 
 def test_row_9_more_programs_than_a_grid_has_in_y_and_z():
-    """70,000 rows are as 70 rows a thousand times over."""
+    """70,000 rows equal 70 rows repeated a thousand times."""
     few = Layer(70, HK=1, HV=1, K=16, V=16, P=70)
     many = Layer(70, HK=1, HV=1, K=16, V=16, P=70)
     times = 1000
@@ -146,7 +146,7 @@ def test_row_9_more_programs_than_a_grid_has_in_y_and_z():
 
 
 def test_row_10_other_batches_lengths_and_views_compile_nothing():
-    """A serving process has compiled what it needs after one call of each kind."""
+    """After one call of each kind, a serving process compiles nothing."""
     layer = Layer(40, 4, **SIZE)
     big = Layer(300, 4, **SIZE)
     for x, rows in ((layer, 1), (layer, 40), (big, 300)):
@@ -195,7 +195,7 @@ def test_explain_names_this_backend():
 
 
 def first_calls(index: int) -> list[torch.Tensor]:
-    """A prompt and a token of it on a device that need not be the current one."""
+    """A prompt and its next token, on a device that need not be the current one."""
     random = torch.Generator().manual_seed(0)
     device = torch.device("cuda", index)
 
@@ -215,7 +215,7 @@ def first_calls(index: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_row_32_the_first_calls_of_a_spawned_process(index):
-    """What is asked of the device, in a process that has never asked, and of another device."""
+    """Device properties in a process that has not read them, and of another device."""
     if index >= torch.cuda.device_count():
         pytest.skip("there is one GPU")
     expected = first_calls(0)

@@ -1,4 +1,4 @@
-"""How racecheck's report is read: Triton's hand-over is told from a fault."""
+"""Reading racecheck's report: Triton's hand-over is distinguished from a fault."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def lines_of(text: str) -> list[int]:
 
 
 def test_the_hand_over_is_told_from_a_fault():
+    """Reliability row 1: any other hazard in the report is a fault."""
     first, dispatch = lines_of("@gluon.jit")[0], lines_of("gl.warp_specialize(")[0] - 1
     store = lines_of("mbarrier.init")[0]
     text = report((first, first), (dispatch, first), (store, first))
     handed, between, faults = races.judge(text)
     assert (handed, between, faults) == (2, 1, [])
-    # the same of two threads of one group, or in another kernel
+    # the same hazard between two threads of one group, or in another kernel
     handed, between, faults = races.judge(text.replace("(192,0,0)", "(96,0,0)"))
     assert (handed, between, len(faults)) == (2, 0, 1)
     assert f"prefill_state.py:{store}" in faults[0]

@@ -1,4 +1,4 @@
-"""What the tests of transformers models share."""
+"""Shared by the tests of transformers models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _float32_is_float32():
-    """cuDNN's convolutions round float32 to 10 bits unless told not to; stock is the yardstick."""
+    """By default cuDNN's convolutions round float32 to 10 bits; stock must be exact here."""
     with pytest.MonkeyPatch.context() as patch:
         if torch.cuda.is_available():
             patch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -30,6 +30,6 @@ def models(request):
     family, r = request.param
     pytest.importorskip(f"transformers.models.{family}", reason="not in this transformers")
     stock = stock_model(family, r=r, device=DEVICE)
-    stock.generation_config.eos_token_id = None  # all tokens asked for
+    stock.generation_config.eos_token_id = None  # generate all requested tokens
     with plain_torch(stock):
         yield stock, accelerate(copy.deepcopy(stock))

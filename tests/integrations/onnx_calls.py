@@ -1,7 +1,7 @@
 """Many calls of sluice's operators as one module, so that one export tests them all.
 
 A call is a function of the inputs by name; its oracle is the same call in float64. Every call gets
-its own copy of the states, and what it returns and leaves behind are outputs of the graph.
+its own copy of the states. Its results and its final states are outputs of the graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ H, K, V, W = 4, 8, 12, 4
 HK, HV = 2, 4
 D = 2 * HK * K + HV * V
 GROUPS = {"equal": (4, 4, 4), "fewer q": (2, 2, 4), "fewer k": (4, 1, 4), "more q": (4, 2, 2)}
-NARROW = ("q", "k", "v", "x", "z", "weight", "bias", "window", "norm")  # what float16 narrows
+NARROW = ("q", "k", "v", "x", "z", "weight", "bias", "window", "norm")  # float16 in float16 calls
 
 Inputs = dict[str, Tensor]
 Outputs = dict[str, Tensor]
@@ -29,7 +29,7 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """One call, and what it must give."""
+    """One call and its oracle."""
 
     run: Callable[[Inputs], Outputs]
     exact: Callable[[Inputs], Outputs]
@@ -51,7 +51,7 @@ class Calls(nn.Module):
 
 
 def inputs(B: int, T: int, *, seed: int = 0) -> Inputs:
-    """Every tensor that some call takes, float32."""
+    """All tensors that the calls take, in float32."""
     gen = generator(seed)
     raw = raw_decay(gen, B, T, H)
     given = {
@@ -79,7 +79,7 @@ def inputs(B: int, T: int, *, seed: int = 0) -> Inputs:
 
 
 def dynamic(name: str) -> dict[int, str]:
-    """Which dimensions of an input are open."""
+    """The dynamic dimensions of an input."""
     if name in ("A_log", "dt_bias", "dt_key", "weight", "bias", "norm"):
         return {}
     return {0: "B"} if name in ("state", "state_vk", "window", "has_state") else {0: "B", 1: "T"}
@@ -151,7 +151,7 @@ def recurrence() -> dict[str, Call]:
 
 
 def conv(width: int, columns: int | None, bias: bool, activation: str | None, **more: Any) -> Call:
-    """``causal_conv1d`` of this width from a window of so many columns."""
+    """``causal_conv1d`` of this width, from a window with this number of columns."""
 
     def arguments(i: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         state = None if columns is None else i["window"][..., :columns].clone()

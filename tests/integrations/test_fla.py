@@ -1,6 +1,6 @@
 """``sluice.integrations.fla.install``: FLA's own entry points, served through its registry.
 
-FLA needs Triton to be imported, though not to be used; without it only the refusal is tested.
+Importing FLA needs Triton, even if it is not used; without Triton only the refusal is tested.
 """
 
 from __future__ import annotations

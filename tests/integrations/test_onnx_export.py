@@ -38,7 +38,7 @@ KINDS = ["full_attention", "linear_attention"]
 
 @pytest.fixture(autouse=True)
 def _inference():
-    """On PyTorch's side nothing is compiled."""
+    """PyTorch runs uncompiled."""
     with torch.no_grad(), sluice.use_backend("reference"):
         yield
 
@@ -50,7 +50,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def exported(model, tmp_path_factory):
-    """The model as a file for ONNX Runtime, written by the command, and what that said."""
+    """The model as a file for ONNX Runtime, written by the command, and the command's output."""
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder / "checkpoint")
     said, out = io.StringIO(), folder / "qwen.onnx"
@@ -100,7 +100,7 @@ def greedy_onnx(run, ids, tokens, first):
 def test_greedy_tokens_equal_pytorchs(model, exported, first):
     ids = torch.randint(1, 90, (2, 40), generator=torch.Generator().manual_seed(3))
     exact = greedy_torch(model, ids, 24)
-    assert exact.unique().numel() > 5  # a model that repeats one token would prove little
+    assert exact.unique().numel() > 5  # not one token repeated, which would prove little
     run = Runner(exported.path, 2, threads=1)
     assert torch.equal(greedy_onnx(run, ids, 24, first), exact)
     run.reset()
@@ -108,7 +108,7 @@ def test_greedy_tokens_equal_pytorchs(model, exported, first):
 
 
 def test_states_are_carried_in_place(exported):
-    """The recurrent state stays in one buffer, the conv window in two that change places."""
+    """The recurrent state stays in one buffer, the conv window in two that swap."""
     run = Runner(exported.path, 1, threads=1)
     ids = torch.arange(1, 9)[None]
     run(ids)
@@ -123,7 +123,7 @@ def test_states_are_carried_in_place(exported):
         else:
             assert x.shape[2] == 10
     feeds = {f"past.{name}": x.numpy() for name, x in seen.items()}
-    for at in range(2):  # without binding: every state a copy
+    for at in range(2):  # without binding, every state is a copy
         found = run.session.run(None, {"input_ids": ids[:, at : at + 1].numpy(), **feeds})
         feeds = dict(zip(feeds, found[1:], strict=True))
     for name, x in run.states.items():
@@ -160,12 +160,12 @@ def test_a_layer_of_transformers_with_interleaved_weights(tmp_path):
     assert 0 < made.error < 1e-5
     assert made.inputs == ("hidden_states", "past.conv", "past.recurrent")
     assert made.outputs == ("output", "present.conv", "present.recurrent")
-    assert not is_accelerated(layer)  # as it was
+    assert not is_accelerated(layer)  # unchanged
     assert made.nodes == {"LinearAttention": 1, "CausalConvWithState": 1}
 
 
 class OneToken(nn.Module):
-    """A layer's decode as somebody else would write it: the states updated in place, returned."""
+    """A layer's decode as a user would write it: states updated in place and returned."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class OneToken(nn.Module):
 
 
 def test_torchs_own_export_needs_nothing_else(tmp_path):
-    """With parameters that want gradients, a static length of one token, in place."""
+    """Parameters that want gradients, a static length of one token, states in place."""
     module = OneToken().eval()
     x, (conv, state) = torch.randn(2, 1, 32), module.layer.zero_states(2)
     with torch.enable_grad(), _quiet():
@@ -205,7 +205,7 @@ class Alone(nn.Module):
 
 
 def test_an_accelerated_layer_with_gradients_on_does_not_keep_the_traced_length(tmp_path):
-    """transformers' own chunks, which run under gradients otherwise, would."""
+    """transformers' own chunk loop, which would run with gradients, would fix the length."""
     layer = Alone(sluice.accelerate(stock_layer("qwen3_5").requires_grad_(True)))
     width = layer.layer.hidden_size
     path = tmp_path / "layer.onnx"
@@ -221,7 +221,7 @@ def test_an_accelerated_layer_with_gradients_on_does_not_keep_the_traced_length(
 
 
 def test_a_file_that_loses_its_state_is_found_and_removed(tmp_path, monkeypatch):
-    """It looks right in the first call, which starts from nothing."""
+    """The first call, which starts from zero, looks right."""
     bind, kept = Runner._bind, []
 
     def forgetful(self, at, name, x):

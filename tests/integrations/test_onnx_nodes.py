@@ -1,7 +1,7 @@
 """``run_node`` and the standard form of the two operators: node by node, against the oracle.
 
-onnx's own node cases for both operators run against sluice here; ONNX Runtime's parity tests do
-when they are fetched (docs/onnx.md).
+onnx's own node cases for both operators run against sluice here; docs/onnx.md says how to run ONNX
+Runtime's parity tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NODES = [
 
 
 def attention_node(rule, heads, state, per_key, shared, T):
-    """The node, its inputs by name, and what the oracle makes of them."""
+    """The node, its inputs by name, and the oracle's result."""
     hq, hk, hv = GROUPS[heads]
     i = inputs(2, T, seed=T)
     q, k, v = i["q"][:, :, :hq], i["k"][:, :, :hk], i["v"][:, :, :hv]
@@ -61,7 +61,7 @@ def attention_node(rule, heads, state, per_key, shared, T):
 
 
 def model_of(node, feeds):
-    """A model of one node with open batch and length."""
+    """A model of one node with dynamic batch and length."""
     infos = []
     for name, x in feeds.items():
         shape = ["B", *x.shape[1:]] if name == "past_state" else ["B", "T", x.shape[2]]
@@ -121,7 +121,7 @@ def test_a_convolution_of_any_width(width, channels_last):
     made = run_node("CausalConvWithState", arrays, attributes, backend="reference")
     for z, e in zip(made, exact, strict=True):
         assert_within(torch.from_numpy(z), e, 1e-5, name=f"width {width}")
-    assert torch.equal(past, kept)  # an input is not a state that is updated
+    assert torch.equal(past, kept)  # an input must not be updated
 
 
 def node_cases(op, module):

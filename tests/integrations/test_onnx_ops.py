@@ -1,6 +1,6 @@
-"""sluice's operators exported by ``torch.onnx.export``: ONNX Runtime gives what the oracle gives.
+"""sluice's operators, exported by ``torch.onnx.export`` and run in ONNX Runtime, match the oracle.
 
-One graph holds all calls and serves every length and batch; it was traced at others.
+One graph holds all calls. It serves every length and batch, also those it was not traced with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def files(tmp_path_factory):
     """All calls as one graph, a file for each target; the second is made from the first."""
     folder, given = tmp_path_factory.mktemp("onnx"), inputs(2, 3)
     module = Calls(CALLS, list(given)).eval()
-    with sluice.use_backend("reference"):  # PyTorch's side of export's own check
+    with sluice.use_backend("reference"):  # for PyTorch in export's own check
         made = export(
             module,
             folder / "ort.onnx",
@@ -75,7 +75,7 @@ def test_one_graph_equals_the_oracle_at_every_length(run, size):
 
 @pytest.mark.parametrize("name", ["gated_delta", "gated_delta, raw", "step split"])
 def test_decode_goes_on_where_prefill_ended(run, name):
-    """Through the states of the graph alone, against one call of the oracle."""
+    """Several calls of the graph, linked by its states, against one call of the oracle."""
     whole, at = inputs(2, 70, seed=5), {"window": "window"}
     at["state"] = "state_vk" if "raw" in name else "state"
     tokens = {n for n in whole if dynamic(n).get(1)}

@@ -1,4 +1,4 @@
-"""``accelerate``: whole transformers models give the same, and keep being transformers models."""
+"""``accelerate``: transformers models give the same results, and remain transformers models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _inference():
 
 
 def test_prefill_decode_and_continuation_equal_stock(models):
-    """One token or many behind a cache; stock without a cache is right in every release."""
+    """One token or many after a cached prefix; stock without a cache is right in every release."""
     stock, ours = models
     cache, given = new_cache(stock), []
     for i, T in enumerate((70, 1, 1, 5, 1, 30, 1)):
@@ -94,7 +94,7 @@ def test_right_padding_continues_as_if_it_were_not_there_row_27(models):
 
 
 def layers_only(model, ids, options):
-    """What the first layer gives: full attention finds packed sequences in other ways."""
+    """The output of the first layer: full attention detects packed sequences in other ways."""
     seen = []
     handle = known_layers(model)[0].register_forward_hook(lambda m, a, y: seen.append(y))
     model(ids, **options)
@@ -111,7 +111,7 @@ def test_packed_sequences_do_not_leak_row_29(models):
     logits = ours(ids, **packed).logits
     for a, b in itertools.pairwise(borders):
         close(logits[:, a:b], stock(ids[:, a:b]).logits)
-    leaked = stock(ids, **packed).logits  # its torch functions know nothing of packing
+    leaked = stock(ids, **packed).logits  # its torch functions ignore packing
     assert relative_error(leaked[:, lengths[0] :], logits[:, lengths[0] :]) > 0.01
     by_number = {"position_ids": position, "seq_idx": numbers, "use_cache": False}
     assert_same_bits(layers_only(ours, ids, by_number), layers_only(ours, ids, packed), "seq_idx")
@@ -122,7 +122,7 @@ def test_packed_sequences_do_not_leak_row_29(models):
 
 
 def test_a_cpu_model_runs_where_the_stock_choice_of_fla_crashes_row_28(monkeypatch):
-    """transformers takes FLA at import, whatever the device; on a CPU Triton then raises."""
+    """transformers chooses FLA at import, whatever the device; on a CPU Triton then raises."""
     stock = stock_model("qwen3_next")
     if hasattr(known_layers(stock)[0], "chunk_gated_delta_rule"):
         pytest.skip("this transformers chooses for each layer, and looks at the device")
@@ -237,7 +237,7 @@ class Hook:
 
 
 def hooked(layer, hook):
-    """Wrap a layer's forward in the way accelerate's ``add_hook_to_module`` does."""
+    """Wrap a layer's forward as accelerate's ``add_hook_to_module`` does."""
     layer._old_forward = layer.forward
 
     def forward(*args, **kwargs):

@@ -1,6 +1,6 @@
-"""``accelerate`` in bfloat16: as near to the float32 model as stock bfloat16 is, on any path.
+"""``accelerate`` in bfloat16: as close to the float32 model as stock bfloat16 is, on any path.
 
-With a GPU, also a model of Qwen3.5-35B-A3B's layer shapes, and the kernels must be the GPU's own.
+On a GPU the tests also run a model with Qwen3.5-35B-A3B's layer shapes, and require GPU kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FASTEST = {"cuda": {"hopper", "triton"}, "cpu": {"cpu"}}[DEVICE]
 
 
 class Models(NamedTuple):
-    """The same weights three times: what is right, what stock makes of it, and what sluice does."""
+    """The same weights three times: in float32, in stock bfloat16, and accelerated."""
 
     exact: nn.Module
     stock: nn.Module
@@ -57,7 +57,7 @@ class Models(NamedTuple):
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back():
-    """Large models are not kept by a process that goes on to other tests."""
+    """Free large models before other tests."""
     yield
     gc.collect()
     if DEVICE == "cuda":
@@ -70,14 +70,14 @@ def models(request):
     pytest.importorskip(f"transformers.models.{family}", reason="not in this transformers")
     stock = stock_model(family, device=DEVICE, dtype=torch.bfloat16, **sizes)
     natural(stock).requires_grad_(False)
-    stock.generation_config.eos_token_id = None  # all tokens asked for
+    stock.generation_config.eos_token_id = None  # generate all requested tokens
     with plain_torch(stock):
         yield Models(exact_of(stock), stock, accelerate(twin_of(stock)))
 
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
-    """(operator, backend) of each call; every backend must be one of the device's own kernels."""
+    """(operator, backend) of each call; every backend must have kernels for the device."""
     calls, select = set(), dispatch.select
 
     def listed(problem, backend=None):
@@ -99,7 +99,7 @@ def unpadded(ids, mask):
 
 
 def alone(model, rows, last=0):
-    """Each row's logits, or those of its last tokens, one after the other [tokens, vocabulary]."""
+    """The logits of all rows, or of their last tokens, concatenated [tokens, vocabulary]."""
     return torch.cat([model(x.unsqueeze(0), use_cache=False).logits[0, -last:] for x in rows])
 
 
@@ -109,7 +109,7 @@ def generate(model, ids, n=64, **options):
 
 
 def as_chosen(models, prompts, new, name):
-    """Each new token is the exact model's, or ties with it."""
+    """Each new token is the exact model's best, or ties with it."""
     near_best(forced(models.exact, prompts, new), forced(models.stock, prompts, new), new, name)
 
 
@@ -122,7 +122,7 @@ def test_prefill(models):
 
 
 def test_continuation(models, served):
-    """One token, a few and many behind a cache, beside stock and the exact model without one."""
+    """One, a few and many tokens after a cached prefix, against both models without a cache."""
     calls = (70, *[1] * 12, 5, 8, 30, *[1] * 4)
     ids, cache = tokens(4, sum(calls)), new_cache(models.ours)
     exact, stock = (model(ids, use_cache=False).logits for model in models[:2])
@@ -138,7 +138,7 @@ def test_continuation(models, served):
 
 
 def test_sixty_four_greedy_tokens(models):
-    """Both models pass: what is asked of the accelerated one is not more than stock does."""
+    """Both models pass, so the test asks no more of the accelerated one than of stock."""
     ids = tokens(4, 20)
     chosen = {name: generate(getattr(models, name), ids) for name in ("stock", "ours")}
     for name, new in chosen.items():
@@ -159,7 +159,7 @@ def test_ragged_left_padded_prompts(models):
 
 def test_ragged_right_padded_prompts_row_27(models):
     """Logits and states are those of each prompt alone; stock's states are not."""
-    lengths = [1 + 37 * i % 71 for i in range(25)]  # 1 to 71, in no order
+    lengths = [1 + 37 * i % 71 for i in range(25)]  # 1 to 71, unordered
     ids, mask = ragged(lengths, "right")
     mine, theirs = new_cache(models.ours), new_cache(models.stock)
     found = models.ours(ids, attention_mask=mask, past_key_values=mine).logits[mask.bool()]
@@ -182,7 +182,7 @@ def test_ragged_right_padded_prompts_row_27(models):
 
 
 def with_caches(model, rows):
-    """Each row alone: the logits, one after the other, and the caches."""
+    """Each row alone: the concatenated logits, and the caches."""
     caches = [new_cache(model) for _ in rows]
     given = zip(rows, caches, strict=True)
     logits = [model(row.unsqueeze(0), past_key_values=cache).logits[0] for row, cache in given]
@@ -240,7 +240,7 @@ def test_compiled_decode_with_a_static_cache(models):
 
 
 class Followed:
-    """A logits processor that changes nothing: it keeps each step's beams and what they gave."""
+    """A logits processor that changes nothing and records each step's beams and scores."""
 
     def __init__(self):
         self.steps = []
@@ -251,15 +251,15 @@ class Followed:
 
 
 def centred(logits):
-    """Logits, or their log probabilities: the same but for a constant."""
+    """Logits or log probabilities, which differ by a constant."""
     return logits.float() - logits.float().mean(-1, keepdim=True)
 
 
 def test_beam_search(models):
-    """What each running beam gives is what its tokens give without a cache; every third step.
+    """Every third step, each beam's logits are those of its tokens without a cache.
 
-    Which beams win is transformers' own arithmetic on that. Two runs that prune a tie the other way
-    end in beams of other scores, so those say little.
+    transformers chooses the beams from these logits. Two runs that decide a tie differently end
+    with other beams and scores, so the final scores say little.
     """
     ids, mask = ragged((20, 13, 7, 16, 3, 10), "left")
     followed = Followed()
@@ -295,7 +295,7 @@ def test_packed_samples_row_29(models):
     packed = {"position_ids": position, "cu_seq_lens_q": borders, "use_cache": False}
     found = models.ours(ids, **packed).logits[0]
     as_good(found, stock, exact, "samples")
-    late = slice(lengths[0], None)  # what the samples before it must not reach
+    late = slice(lengths[0], None)  # samples that earlier ones must not affect
     leaked = models.stock(ids, **packed).logits[0]
     as_good(found[late], stock[late], exact[late], "later samples")
     assert errors(leaked[late], exact[late]).median() > 5 * errors(stock, exact).median()
@@ -305,7 +305,7 @@ def test_packed_samples_row_29(models):
 
 
 def first_layer(model, ids, options):
-    """What the first gated delta layer gives: full attention finds samples in other ways."""
+    """The output of the first gated delta layer: full attention detects samples in other ways."""
     seen = []
     handle = known_layers(model)[0].register_forward_hook(lambda m, a, y: seen.append(y))
     model(ids, **options)

@@ -1,6 +1,6 @@
 """``accelerate`` under ``generate()``: greedy, ragged, beams, static caches, compiled, multimodal.
 
-The tests take whatever transformers is installed; what a release does not have is skipped.
+The tests run with the installed transformers, and skip what that release does not have.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _inference():
 
 @pytest.fixture
 def dense():
-    """The same for Qwen3.5 alone, where one family says it all."""
+    """The same for Qwen3.5 only, where one family is enough."""
     pytest.importorskip("transformers.models.qwen3_5", reason="not in this transformers")
     stock = stock_model("qwen3_5", r=2, device=DEVICE)
     stock.generation_config.eos_token_id = None
@@ -58,7 +58,7 @@ def test_sixty_four_greedy_tokens(models):
     exact = greedy(stock, ids, 64)
     assert exact.shape == (2, 84)
     assert torch.equal(greedy(ours, ids, 64), exact)
-    assert torch.equal(greedy(ours, ids, 64), exact)  # nothing stays behind
+    assert torch.equal(greedy(ours, ids, 64), exact)  # nothing is left over from the first run
 
 
 def test_ragged_left_padded_prompts(models):
@@ -73,9 +73,9 @@ def test_ragged_left_padded_prompts(models):
 
 
 def test_ragged_right_padded_prompts_row_27(models):
-    """Right padding: the logits at each prompt's end, and its next tokens, are those it has alone.
+    """Right padding: the logits at each prompt's end and its next tokens are those of it alone.
 
-    Stock's prompt logits are right, and so is the accelerated model's cache; stock's is not.
+    Stock's prompt logits are right, but its cache is not; the accelerated model's cache is.
     """
     stock, ours = models
     lengths = (9, 14, 2)

@@ -1,4 +1,4 @@
-"""``install``: models built afterwards are accelerated, through transformers' own registration."""
+"""``install``: models built afterwards are accelerated, through transformers' own registry."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_built_later_is_accelerated(family):
     stock = build(family)
     assert not any(is_accelerated(layer) for layer in known_layers(stock))
     install()
-    install()  # twice is once
+    install()  # twice has no further effect
     ours = build(family)
     assert len(known_layers(ours)) == 3
     assert all(is_accelerated(layer) for layer in known_layers(ours))

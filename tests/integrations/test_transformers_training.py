@@ -1,4 +1,4 @@
-"""Gradients of an accelerated model: transformers' own, or plain torch where that is wrong."""
+"""Gradients of an accelerated model: transformers' own, or plain torch where those are wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def models(request):
 
 
 def packed(lengths=LENGTHS):
-    """One row of sequences, and what a collator adds to it."""
+    """One row of packed sequences, with the arguments that a collator adds."""
     position, borders, _ = packing(lengths)
     return tokens(1, sum(lengths)), {"position_ids": position, "cu_seq_lens_q": borders}
 
@@ -74,7 +74,7 @@ def test_a_frozen_model_needs_no_gradients(models):
 
 
 def test_gradients_of_packed_sequences_are_those_of_each_alone_row_29(models):
-    """Stock's torch functions mix packed sequences, so these are not left to them."""
+    """Stock's torch functions mix packed sequences, so sluice does not use them here."""
     stock, ours = models
     ids, options = packed()
     weight = torch.randn(1, ids.shape[1], 97, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""GatedDeltaNet against transformers' own layers, and against itself however the tokens come."""
+"""GatedDeltaNet against transformers' layers, and against itself with tokens divided in any way."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Pair:
         self.begin(B)
 
     def begin(self, B=2):
-        """Both from zero again."""
+        """Set the states of both to zero."""
         self.cache.reset()
         conv, state = self.ours.zero_states(B, state_layout="kv")
         self.states.update(conv_state=conv, state=state)
@@ -175,7 +175,7 @@ def test_right_padding_equals_the_unpadded_run_where_transformers_does_not_row_2
     stock_conv, stock_state = states_of(pair.cache)
     assert relative_error(stock_state[1:], alone["state"]) > 0.1
     assert relative_error(stock_conv[1:, :, 1:], alone["conv_state"]) > 0.1
-    assert relative_error(stock_state[:1], pair.states["state"][:1]) < 1e-5  # the row without
+    assert relative_error(stock_state[:1], pair.states["state"][:1]) < 1e-5  # the unpadded row
 
     nxt = hidden(2, 1, seed=5)
     ours, theirs = pair.both(nxt)
@@ -198,13 +198,13 @@ def test_packed_equals_separate_runs_of_transformers_row_29(pair):
             pair.ours(part, conv_state=conv, state=state)
         close(states[1][i : i + 1], state, f"state {i}")
         close(states[0][i : i + 1], conv, f"conv state {i}")
-    leaked = pair.stock(x)  # what its torch functions make of a packed row
+    leaked = pair.stock(x)  # its torch functions mix packed sequences
     assert relative_error(leaked[:, lengths[0] :], packed[:, lengths[0] :]) > 0.01
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_bfloat16_is_within_rounding_of_the_float32_layer_row_27(family):
-    """Judged by transformers in float32 on the same weights: in bfloat16 it rounds beta."""
+    """Compared with transformers in float32 on the same weights: in bfloat16 it rounds beta."""
     pytest.importorskip("transformers")
     pair = Pair(family, r=3, K=64, V=64)
     ours = GatedDeltaNet.from_transformers(copy.deepcopy(pair.stock).to(torch.bfloat16))
@@ -301,7 +301,7 @@ def test_every_preset_makes_a_layer(name, tp):
 @pytest.mark.parametrize("order", ["split", "interleaved"])
 @pytest.mark.parametrize(("HK", "r", "tp"), [(4, 3, 2), (4, 1, 4), (2, 2, 2)])
 def test_shards_of_heads_sum_to_the_layer_row_17(order, HK, r, tp):
-    """Q, K and V are divided each, weights and conv state alike: sglang 23746, 30997."""
+    """Q, K and V are divided one by one, in weights and conv state: SGLang 23746, 30997."""
     shape = small(order, HK=HK, r=r)
     whole = random_layer(shape)
     x, more = hidden(2, 30), hidden(2, 1, seed=4)
@@ -397,7 +397,7 @@ MASKS = {
 @pytest.mark.parametrize("order", ["split", "interleaved"])
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
 def test_padding_anywhere_equals_the_unpadded_run_row_27(spans, order, kind):
-    """Continued from states that are not zero, and padding full of large numbers."""
+    """From states that are not zero, and with padding full of large numbers."""
     layer = random_layer(small(order, r=3))
     conv, state = layer.zero_states(4)
     layer(hidden(4, 12, seed=9), conv_state=conv, state=state)
@@ -536,7 +536,7 @@ def test_backward_is_refused_and_never_silently_zero():
 
 
 def test_nothing_is_read_back_to_the_host_for_padding_row_31():
-    """Fake tensors have no values: whatever reads one raises."""
+    """Fake tensors have no values, so reading one raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

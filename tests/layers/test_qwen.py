@@ -1,4 +1,4 @@
-"""The table of Qwen shapes against peers' published figures, and what reads it."""
+"""The table of Qwen shapes against published figures, and the functions that read it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ FP32, FP16 = torch.float32, torch.float16
 
 @cache
 def _naive(operator: str) -> ModuleType:
-    """FLA's plain torch reference, loaded as a file: its package needs Triton, this file not."""
+    """FLA's plain torch reference, loaded as a file: only the package needs Triton."""
     try:
         files = importlib.metadata.files("fla-core") or []
     except importlib.metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def _error_ratio(reference: Tensor, result: Tensor) -> float:
 def _assert_close(name: str, reference: Tensor, result: Tensor, ratio: float) -> None:
     assert reference.shape == result.shape
     error = _error_ratio(reference, result)
-    assert error < ratio, f"{name}: {error:.6f} is not below {ratio}"  # a NaN is not below either
+    assert error < ratio, f"{name}: {error:.6f} is not below {ratio}"  # also fails for NaN
 
 
 def _inputs(
@@ -64,7 +64,7 @@ def _inputs(
     per_key: bool = False,
     N: int | None = None,
 ) -> dict[str, Tensor]:
-    """FLA's draw: gates are log-sigmoids over a normaliser, a share of them switched off."""
+    """FLA's inputs: gates are log-sigmoids over a normaliser, and some are set to 0."""
     gen = torch.Generator().manual_seed(42)
 
     def randn(*shape: int) -> Tensor:
@@ -86,7 +86,7 @@ def _inputs(
 
 
 def _reference(form: str, x: dict[str, Tensor], scale: float, **options: Any) -> Any:
-    """FLA's answer: (o, final state [N, HV, K, V]). Its gated rule wants q and k for each head."""
+    """FLA's result: (o, final state [N, HV, K, V]). Its gated rule needs q and k per value head."""
     operator = "kda" if x["g"].dim() == 4 else "gated_delta_rule"
     call = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
     if operator != "kda":
@@ -188,7 +188,7 @@ def test_prefill_keeps_even_the_recurrent_tolerance(
 def test_prefill_keeps_the_chunk_tolerance(
     op, backend, T, H, HV, D, scale, normalizer, mask_p, state_v_first
 ):
-    """FLA's chunk test: float16 inputs, keys of unit length, q as it comes, beta of 1."""
+    """FLA's chunk test: float16 inputs, unit keys, unnormalised q, beta = 1."""
     x = _inputs(1, T, H, HV, D, FP16, normalizer, mask_p)
     x["beta"].fill_(1)
     o_ref, ht_ref = _reference("chunk", x, scale)
@@ -238,7 +238,7 @@ def test_per_key_decay_keeps_the_tolerance_of_kda(
     op, backend, T, H, HV, D, scale, normalizer, dtype, form
 ):
     x = _inputs(1, T, H, HV, D, dtype, normalizer, per_key=True)
-    # its chunked form loops over pairs of tokens: chunks of 16 keep exp(g - g) finite and quick
+    # its chunked form loops over pairs of tokens: chunks of 16 keep exp(g - g) finite, and are fast
     options = {"chunk_size": 16} if form == "chunk" else {}
     o_ref, ht_ref = _reference(form, x, scale, **options)
     pool = _pool(x["h0"], state_v_first=False)
@@ -268,7 +268,7 @@ def test_the_measure_sees_a_wrong_result(wrong):
 
 
 def test_the_reference_is_fla_s_own():
-    """Not a stub of ours: the file that fla-core installed, and both its forms agree."""
+    """The file is the one that fla-core installed, and both its forms agree."""
     for operator in ("gated_delta_rule", "kda"):
         path = _naive(operator).__spec__.origin
         assert path.replace("\\", "/").endswith(f"fla/ops/{operator}/naive.py")

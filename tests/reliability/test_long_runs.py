@@ -1,4 +1,4 @@
-"""Errors that only time or hard keys bring out: rows 7, 8 and 25."""
+"""Errors that only long runs or hard keys show: reliability rows 7, 8 and 25."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decode_one_by_one(call: Call, backend: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=("fp32", "bf16"))
 @pytest.mark.parametrize("backend", backends("decode"))
 def test_row_07_4096_decode_steps_stay_with_float64_and_with_prefill(backend, dtype):
-    """Raw gates in the model's dtype: beta is made in float32 and never rounded.
+    """Raw gates in the model's dtype: beta is computed in float32 and never rounded.
 
     The float64 recurrence starts from the same bfloat16 numbers, so the float32 state errs by its
     arithmetic alone, whatever the inputs' dtype: 2e-7 is usual. A beta rounded to bfloat16 leaves
@@ -54,7 +54,7 @@ def test_row_07_4096_decode_steps_stay_with_float64_and_with_prefill(backend, dt
 @pytest.mark.parametrize("state_dtype", ROUNDOFF, ids=("fp32", "fp16", "bf16"))
 @pytest.mark.parametrize("backend", backends("decode"))
 def test_row_08_a_state_rounded_a_thousand_times_errs_within_its_bound(backend, state_dtype):
-    """Nothing decays (A = 0): the worst case, for each token forgets 1/K of the error at most.
+    """Nothing decays (A = 0), the worst case: each token forgets at most 1/K of the error.
 
     With unit roundoff u the error of outputs and state settles at u √K / 2 after some K steps:
     1.1e-2 for bfloat16 and 1.4e-3 for float16 at K = 32, twice that at K = 128. Asserted: twice
@@ -79,7 +79,7 @@ def test_row_08_a_state_rounded_a_thousand_times_errs_within_its_bound(backend, 
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("server", servers("prefill"))
 def test_row_25_keys_that_agree_or_repeat_are_exact_with_beta_one(server, keys):
-    """Three chunks and a bit: the triangular system is as bad as it gets."""
+    """Three chunks and three tokens, with the worst-conditioned triangular system."""
     shape = Shape(Hk=1, r=2, K=16, V=8, keys=keys, raw=False, gates="weak", normalize=False)
     call = make("prefill", shape, 1, 195)
     call.rows["beta"] = torch.ones_like(call.rows["beta"])

@@ -1,4 +1,4 @@
-"""Options that mean what they say, and checks that can fail: rows 20 and 26."""
+"""Every option has its effect, and the checks can fail: reliability rows 20 and 26."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CHANGES: dict[str, Callable[[Call], dict[str, Any]]] = {
     "head_k_dim": given("head_k_dim", 4),
     "head_v_dim": given("head_v_dim", 4),
 }
-SAME = ("out", "backend", "batch_invariant")  # what these do is tested below
+SAME = ("out", "backend", "batch_invariant")  # their effects are tested below
 REFUSED = {  # two rows of four tokens cannot be read in this way
     *((op, name) for op in OPS for name in ("cu_seqlens", "cu_seqlens_cpu", "layout")),
     *(("conv_qkv", name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")),
@@ -97,7 +97,7 @@ def results(op: str, backend: str, change: Callable[[Call], dict[str, Any]]) -> 
 
 @pytest.mark.parametrize(("op", "name"), OPTIONS, ids=lambda x: x)
 def test_row_20_every_argument_changes_the_result_or_raises(op, name):
-    """No flag is taken and ignored; a new argument must be added to the table to pass."""
+    """No option is ignored; a new argument must be added to the table."""
     for backend in backends(op):
         if (op, name) in REFUSED:
             with pytest.raises(sluice.ContractError):
@@ -152,7 +152,7 @@ def test_row_20_gate_options_that_could_not_act_are_refused(op, backend, change)
 @pytest.mark.parametrize("per_key", [False, True], ids=("per_head", "per_key"))
 @pytest.mark.parametrize(("op", "backend"), each_backend("prefill", "decode", "verify"))
 def test_row_20_gates_are_natural_logarithms_and_raw_gates_their_formula(op, backend, per_key):
-    """The state of a token that writes nothing: halved by g = -ln 2, and by a = 0 with A = 1."""
+    """A token that writes nothing halves the state with g = -ln 2, and with a = 0 and A = 1."""
     shape = Shape(Hk=1, r=2, K=8, V=8, decay="key" if per_key else "head", raw=False)
     call = make(op, shape, 2, 1)
     call.rows["v"], call.rows["beta"] = torch.zeros_like(call.rows["v"]), None
@@ -170,7 +170,7 @@ def test_row_20_gates_are_natural_logarithms_and_raw_gates_their_formula(op, bac
 
 @pytest.mark.parametrize(("op", "backend"), each_backend("prefill", "decode", "verify"))
 def test_row_20_beta_is_the_write_strength_and_raw_beta_its_sigmoid(op, backend):
-    """From a zero state and with unit keys the state answers beta · v."""
+    """From a zero state and with unit keys, the output is beta · v."""
     shape = Shape(Hk=2, r=1, K=8, V=8, raw=False, normalize=False)
     call = make(op, shape, 2, 1)
     call.pools["state"].zero_()

@@ -1,4 +1,4 @@
-"""Going on from a state that was kept: row 12."""
+"""Continuing from a saved state: reliability row 12."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_row_12_a_prefill_resumed_at_every_position_equals_the_whole(server):
 @pytest.mark.parametrize("length", [65, 128, 129, 130])
 @pytest.mark.parametrize("server", servers("prefill"))
 def test_row_12_a_checkpoint_resumes_with_the_same_bits(server, length):
-    """Kept every 64 tokens in another slot; the row itself is gone by then."""
+    """Checkpoints every 64 tokens in other slots; the row itself is overwritten."""
     call = make("prefill", SHAPE, 1, length, P=4)
     before = call.pools["state"].clone()
     columns = length // 64
@@ -51,7 +51,7 @@ def test_row_12_a_checkpoint_resumes_with_the_same_bits(server, length):
 @pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("server", servers("causal_conv1d", "conv_qkv"))
 def test_row_12_a_convolution_resumed_at_every_position_equals_the_whole(server, spare):
-    """From its window, and from the checkpoint of it: the inputs are there to the bit."""
+    """From its window, and from a checkpoint of it, which have the same bits."""
     shape = Shape(Hk=1, r=2, K=4, V=3, spare=spare)
     start = make(server.op, shape, 1, 9, P=3)
     whole = start.copy()

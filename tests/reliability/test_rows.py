@@ -1,4 +1,4 @@
-"""Rows that are padding, empty, new, or never stored: rows 6, 14, 18 and 24."""
+"""Padded, empty and new sequences, and missing stores: reliability rows 6, 14, 18 and 24."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from sluice.testing import compare
 from sluice.testing import inputs as draw
-from sluice.testing.workload import whole_storage
+from sluice.testing.case import whole_storage
 from tests import calls, serving
 from tests.calls import OPS, Call, Shape, make
 from tests.serving import servers

@@ -1,4 +1,4 @@
-"""Bits that must not depend on what ran before or beside: rows 11, 13, 21 and 23."""
+"""Bits do not depend on other calls or rows: reliability rows 11, 13, 21 and 23."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INVARIANT = [server for server in servers(*OPS) if server.values[0].invariant]
 
 @pytest.fixture(params=(1, 2), ids=("one_thread", "two_threads"))
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """How many threads torch uses; a sum must not be cut by them."""
+    """How many threads torch uses; they must not divide a sum."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -49,7 +49,7 @@ def run_twice_from_the_same_state() -> None:
 
 
 def test_row_11_the_first_call_of_a_process_updates_the_state_once():
-    """In a process of its own, where whatever compiles or tunes does so for the first time."""
+    """In a new process, where everything that compiles or tunes does so for the first time."""
     code = f"from {__name__} import {run_twice_from_the_same_state.__name__} as f; f()"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code]
@@ -59,7 +59,7 @@ def test_row_11_the_first_call_of_a_process_updates_the_state_once():
 
 @pytest.mark.parametrize("server", INVARIANT)
 def test_row_13_bits_do_not_depend_on_batch_mates_or_local_heads(server, threads):
-    """16 heads as 4 ranks of 4, and 3 rows one by one; enough numbers for threads to share."""
+    """16 heads as 4 ranks of 4, and 3 rows one by one; large enough for several threads."""
     shape = Shape(Hk=16, r=1, K=128, V=32, gates="mixed")
     batch = make(server.op, shape, 3, 3)
     alone, ranks = batch.copy(), [batch.shard(rank, 4) for rank in range(4)]
@@ -82,7 +82,7 @@ def test_row_13_bits_do_not_depend_on_batch_mates_or_local_heads(server, threads
 
 @pytest.mark.parametrize("server", servers(*OPS))
 def test_row_21_dtypes_interleaved_in_one_process_are_each_exact(server):
-    """Twice over all pairs of dtypes: a kernel kept for one must not serve the next."""
+    """Twice over all pairs of dtypes: a cached kernel of one must not serve another."""
     kept: dict[Any, dict[str, torch.Tensor]] = {}
     pairs = [*product(FLOATS, FLOATS), (torch.float64, torch.float64)]
     for repeat, (dtype, state_dtype) in product(range(2), pairs):
@@ -106,7 +106,7 @@ def test_row_21_dtypes_interleaved_in_one_process_are_each_exact(server):
 
 @pytest.mark.parametrize("server", servers(*OPS))
 def test_row_21_two_outputs_never_share_memory(server):
-    """Neither with each other nor with an input, and a later call leaves them alone."""
+    """Neither with each other nor with an input; a later call does not change them."""
     first, second = make(server.op, SHAPE, 2, 3, seed=1), make(server.op, SHAPE, 2, 3, seed=2)
     outputs = server.run(first)
     copies = {name: x.clone() for name, x in outputs.items()}
@@ -124,7 +124,7 @@ def test_row_21_two_outputs_never_share_memory(server):
 
 @pytest.mark.parametrize("server", servers("verify"))
 def test_row_21_two_drafts_never_share_memory(server):
-    """Two batches may be drafted before either is committed."""
+    """Two batches may be verified before either is committed."""
     batches = [make("verify", SHAPE, 2, 3, seed=seed) for seed in (1, 2)]
     expected = [call.copy() for call in batches]
     drafts = []
@@ -144,7 +144,7 @@ def test_row_21_two_drafts_never_share_memory(server):
 @pytest.mark.parametrize("host", [False, True], ids=("device", "host"))
 @pytest.mark.parametrize("server", PACKED)
 def test_row_23_index_tensors_changed_in_place_are_read_again(server, host):
-    """The same tensors, other values: nothing about them may be remembered."""
+    """The same tensors with other values: no value may be cached."""
     new = torch.tensor
     index = {
         "slots": (new([0, 1, 2]), new([3, 0, 1])),

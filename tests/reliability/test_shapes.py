@@ -1,4 +1,4 @@
-"""Heads, widths, strides and shards: rows 15, 16, 17 and 30."""
+"""Heads, widths, strides and shards: reliability rows 15, 16, 17 and 30."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sluice.testing import compare
 from sluice.testing import inputs as draw
-from sluice.testing.workload import whole_storage
+from sluice.testing.case import whole_storage
 from tests import calls, serving
 from tests.calls import OPS, Call, Shape, ask, make
 from tests.serving import servers
@@ -52,7 +52,7 @@ def as_views(call: Call) -> Call:
 @pytest.mark.parametrize("order", ["dl", "ld"])
 @pytest.mark.parametrize("server", POOLED)
 def test_row_16_views_of_a_projection_and_pages_of_a_pool_lose_no_update(server, order):
-    """Both orders of the conv state; what lies between rows keeps its bits."""
+    """Both orders of the conv state; memory between rows keeps its bits."""
     shape = Shape(Hk=2, r=2, K=6, V=5, spare=1)
     plain = make(server.op, shape, 3, 4, P=5)
     if "num_accepted" in plain.rows:
@@ -92,7 +92,7 @@ def test_row_16_pairs_that_are_views_are_the_packed_projection(backend):
 
 
 def layer(call: Call, backend: str) -> Tensor:
-    """conv_qkv, then decode: what a rank runs between its projections."""
+    """conv_qkv, then decode, as a rank runs them between its projections."""
     q, k, v, g, beta = ask("conv_qkv", backend, **call.rows, **call.fixed, **call.pools)
     o, _ = ask("decode", serving.beside(backend, "decode"), q, k, v, g, beta)
     return o
@@ -101,7 +101,7 @@ def layer(call: Call, backend: str) -> Tensor:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("backend", backends("conv_qkv"))
 def test_row_17_conv_channels_are_sharded_by_section_and_recombine_exactly(backend, ranks):
-    """Q, K and V each by heads, weights and windows alike."""
+    """Q, K and V are each divided by heads, in weights and windows."""
     shape = Shape(Hk=4, r=2, K=6, V=5)
     whole = make("conv_qkv", shape, 2, 4)
     shards = [whole.shard(rank, ranks) for rank in range(ranks)]
@@ -119,7 +119,7 @@ def test_row_17_conv_channels_are_sharded_by_section_and_recombine_exactly(backe
 @pytest.mark.parametrize("name", ["state", "weight", "bias", "x"])
 @pytest.mark.parametrize("backend", backends("conv_qkv"))
 def test_row_17_channels_sharded_as_one_block_are_noticed(backend, name):
-    """The fault itself: [q | k | v] cut into equal ranges gives a rank another's channels."""
+    """The fault: [q | k | v] cut into equal ranges gives a rank the channels of another."""
     shape, ranks = Shape(Hk=4, r=2, K=6, V=5), 4
     whole = make("conv_qkv", shape, 2, 4)
     shards = [whole.shard(rank, ranks) for rank in range(ranks)]

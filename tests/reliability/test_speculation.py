@@ -1,4 +1,4 @@
-"""Drafts that are accepted in part, and prefixes that are kept: rows 2, 4 and 19."""
+"""Drafts accepted in part, and cached prefixes: reliability rows 2, 4 and 19."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_row_04_steps_with_drafts_and_steps_without_alternate(backend):
 @pytest.mark.parametrize("T", [1, 3, 8])
 @pytest.mark.parametrize("backend", backends("verify"))
 def test_row_19_drafts_are_kept_by_row_however_high_the_slots_are(backend, T):
-    """A pool far larger than the batch, NaN wherever no row lives; every count at once."""
+    """A pool far larger than the batch, with NaN in unused slots, and every count at once."""
     shape, P, N = replace(SHAPE, dtype=torch.float32), 3000, T + 1
     call = make("verify", shape, N, T, P=P)
     slots = [P - 1, 0, P - 2, 1500, P - 3, 7, 2047, 2999 - 64, 64][:N]

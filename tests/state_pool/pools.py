@@ -26,9 +26,9 @@ P = 6
 
 
 def paged(geometry=SMALL, slots=P, fill=0xFF):
-    """Tensors as vLLM makes them: per layer one byte slab, in each page conv [L, D], then state."""
+    """Tensors as in vLLM: one byte slab per layer, and in each page conv [L, D], then state."""
     conv_bytes = 5 * 3 * 2
-    state_at, page = 32, 32 + 2 * 4 * 3 * 4 + 16  # 2 bytes between, 16 behind
+    state_at, page = 32, 32 + 2 * 4 * 3 * 4 + 16  # a gap of 2 bytes, and 16 after
     assert conv_bytes <= state_at
     slabs = [torch.full((slots * page,), fill, dtype=torch.uint8) for _ in range(geometry.layers)]
     conv, state = [], []
@@ -76,7 +76,7 @@ def write(pool, row, seed):
 
 
 def poison(pool):
-    """Every byte that a view can reach: NaN."""
+    """Fill every element of the pool with NaN."""
     for i in range(pool.geometry.layers):
         for tensor in pool.layer(i):
             tensor.fill_(float("nan"))
@@ -87,7 +87,7 @@ def same(a, b):
 
 
 def everything(pool):
-    """All that a failed call must leave alone."""
+    """Everything that a failed call must not change."""
     rows = [read(pool, row) for row in range(pool.slots)]
     marks = [(int(s), s.generation) for s in pool.allocated]
     return rows, marks, pool.available

@@ -1,7 +1,6 @@
-"""StatePool against a dict of tensors, bit for bit; slots; errors that lose nothing.
+"""StatePool against a dict of tensors, bit for bit; slots; errors that change nothing.
 
-Covers rows 2 (snapshot and restore) and 18 (recycled pages) of the reliability table, as far as the
-pool goes.
+It covers the pool's part of reliability rows 2 (snapshot and restore) and 18 (recycled pages).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from tests.state_pool.pools import (
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of calls, against a dict of row → bits. Free rows are scribbled on all the time."""
+    """Calls in any order, against a dict of row → bits. Free rows are overwritten at every step."""
 
     @initialize(variant=st.sampled_from(sorted(VARIANTS)))
     def start(self, variant):
@@ -180,7 +179,7 @@ def test_slots_are_handed_out_lowest_first(pool):
 
 
 def test_a_nan_of_the_previous_owner_is_never_visible(pool):
-    """Row 18: also when the NaN arrives after the slot was freed."""
+    """Reliability row 18, also when the NaN arrives after the slot was freed."""
     pool.free(pool.allocate(pool.available))
     poison(pool)
     for slot in pool.allocate(pool.available):
@@ -386,7 +385,7 @@ def test_a_parent_cannot_be_freed_while_it_is_copied(monkeypatch):
     threads[0].start()
     assert copying.wait(10)
     threads[1].start()
-    threads[1].join(0.1)  # time enough to get through, were there no lock
+    threads[1].join(0.1)  # long enough to finish without the lock
     assert not order
     go_on.set()
     for thread in threads:

@@ -60,7 +60,7 @@ def test_each_field_of_the_geometry_refuses_a_restore(change):
 
 
 def test_the_geometry_hash_is_the_same_in_every_process_and_version():
-    # written down: a changed value would refuse every file saved before
+    # a literal: with another value, every file saved before would be refused
     assert PoolGeometry.for_model("qwen3.5-27b", tp=4).digest == "96c528bb8a280e6f"
     assert PoolGeometry.from_json(SMALL.to_json()) == SMALL
 
@@ -277,7 +277,7 @@ def test_each_engine_finds_its_own_contiguous_order():
 
 
 def test_pages_of_an_engine_are_used_in_place_and_nothing_else_is_touched():
-    """Row 16: a page holds conv, a gap, state, padding; gap and padding keep their bytes."""
+    """Reliability row 16: of a page's conv, gap, state and padding, gap and padding stay."""
     slabs, conv, state = paged()
     pool = StatePool.from_tensors(conv, state, conv_order="ld")
     assert pool.geometry == SMALL

@@ -21,7 +21,7 @@ class Checkpoints(SimpleNamespace):
 class Plain:
     """The public functions, made from the oracle: rounded to the contract's dtypes, in place.
 
-    ``wrong(name, tensor)`` may spoil a result before it is rounded, to see that a check notices.
+    ``wrong(name, tensor)`` may change a result before it is rounded, to test that a check notices.
     """
 
     Checkpoints = Checkpoints
@@ -79,7 +79,7 @@ class Plain:
     def _store(self, name: str, pool: Tensor | None, after: Tensor):
         if pool is None:
             return after
-        # NaN goes back as the same NaN: elements that the call leaves alone keep their bits
+        # a NaN stays the same NaN, so elements that the call leaves alone keep their bits
         new = self.wrong(name, after).to(pool.dtype)
         pool.copy_(torch.where(new.isnan() & pool.isnan(), pool, new))
         return pool
@@ -99,7 +99,7 @@ def plain_ops() -> type[Plain]:
 
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Call something with the oracle's arithmetic in float32: correct, and rounded as it goes."""
+    """Call a function with the oracle's arithmetic in float32: correct, with roundings."""
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with monkeypatch.context() as patch:

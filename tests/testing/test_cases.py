@@ -1,11 +1,11 @@
-"""The table of workloads covers the contract, and its check notices what it should."""
+"""The table of cases covers the contract, and its check notices wrong results."""
 
 import pytest
 import torch
 
+from sluice.testing.case import OPS, RULES, Case, whole_storage
 from sluice.testing.cases import ALL, BF16, CASES, FP16, FP32, label, pairs, register, select
 from sluice.testing.compare import assert_same_bits
-from sluice.testing.workload import OPS, RULES, Case, whole_storage
 
 PAIRS = pairs()
 

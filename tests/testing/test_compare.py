@@ -1,9 +1,10 @@
-"""The comparison is tested on wrong results (reliability row 26): each of them must fail."""
+"""The comparison is tested on wrong results, each of which must fail (reliability row 26)."""
 
 import pytest
 import torch
 
 from sluice.testing import oracle
+from sluice.testing.case import Case
 from sluice.testing.compare import (
     assert_matches,
     assert_same_bits,
@@ -12,7 +13,6 @@ from sluice.testing.compare import (
     relative_error,
     tolerance,
 )
-from sluice.testing.workload import Case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASE = Case("three_chunks", "prefill", Hk=2, Hv=6, K=32, V=32, tokens=195, normalize=True)
@@ -49,7 +49,7 @@ def transposed_state(inputs, o, state):
 
 
 def wrong_head_mapping(inputs, o, state):
-    """h % Hk in place of h // r: the same heads, handed out in turn."""
+    """h % Hk in place of h // r: the same heads in another order."""
     turn = torch.arange(CASE.Hv) % CASE.Hk
     inputs = {**inputs, "q": inputs["q"][:, :, turn], "k": inputs["k"][:, :, turn]}
     o, pool = oracle.delta(**inputs)
@@ -162,7 +162,7 @@ def test_a_wrong_head_of_small_values_is_refused_by_heads(results):
 
 
 def decode_steps(rounded: torch.dtype | None, dtype: torch.dtype):
-    """4,096 decode steps with the write strength rounded on the way, as other code has it."""
+    """4,096 decode steps with beta rounded at each step, as in other code."""
     case = Case("steps", "decode", dtypes=(dtype,), Hk=1, Hv=2, K=64, V=64, tokens=4096, raw=True,
                 normalize=True)  # fmt: skip
     inputs = case.inputs(dtype)
@@ -190,7 +190,7 @@ def test_beta_rounded_to_bf16_fails_over_4096_steps(in_float32):
 
 
 def test_beta_rounded_to_bf16_fails_for_bf16_inputs_beside_plain_pytorch(in_float32):
-    """The contract's 1e-2 would let it pass: the comparison with plain PyTorch does not."""
+    """The contract's 1e-2 would accept it; the comparison with plain PyTorch does not."""
     _, state = decode_steps(None, torch.bfloat16)
     _, wrong = decode_steps(torch.bfloat16, torch.bfloat16)
     _, plain = in_float32(decode_steps, None, torch.bfloat16)

@@ -135,7 +135,7 @@ def test_nan_empty_is_undone_by_an_error():
 
 
 def test_nan_empty_leaves_the_default_device_alone():
-    """In a fresh process: torch lists what makes tensors when it first needs the list."""
+    """In a new process: torch lists its tensor constructors when it first needs the list."""
     code = """
 import torch
 from sluice.testing.inputs import nan_empty

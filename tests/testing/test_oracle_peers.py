@@ -1,4 +1,4 @@
-"""The oracle against what other projects publish as their reference."""
+"""The oracle against the published references of other projects."""
 
 import importlib
 import importlib.util
@@ -14,7 +14,7 @@ from sluice.testing.compare import assert_same_bits, assert_within
 
 
 def fla_reference(operator: str):
-    """FLA's naive module, loaded from its file: its package asks for a GPU, the file does not."""
+    """FLA's naive module, loaded from its file: importing the package needs a GPU."""
     spec = importlib.util.find_spec("fla")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("fla-core is not installed")
@@ -51,7 +51,7 @@ def test_fla_per_key_decay_agrees(delta_inputs):
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_transformers_gated_delta_rule_agrees(delta_inputs, form):
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
-    # unwrapped: with Triton installed, the name stands for FLA's kernel, which needs a GPU
+    # unwrapped: with Triton installed, the name is FLA's kernel, which needs a GPU
     reference = inspect.unwrap(getattr(modeling, f"torch_{form}_gated_delta_rule"))
     x = delta_inputs(T=130, Hq=2, Hk=2, Hv=4, K=16, V=24)
     state = x.pop("state").mT.contiguous()

@@ -2,33 +2,50 @@
 
 A backend is a package that defines
 
-- ``OPS``: for each operator it has, the module of this package that holds it (imported when first
-  called); a module's function has the operator's name and takes ``(problem, tensors)``;
+- ``OPS``: for each operator it has, the module of this package that holds it, imported when first
+  needed;
 - ``DEVICES``: the device types it runs on;
-- ``refuse(problem)``: None, or the reason for not serving the problem;
 - ``unavailable()``: None, or what is missing on this machine;
-- ``kernel(op)``: the function that serves an operator;
+- ``refuse(spec)``: None, or the reason for not serving the call;
+- ``bind(spec)``: a launch for this call, a function of its tensors in the order of the spec. What
+  does not depend on addresses is done here: configuration, grid, constants, workspace sizes;
 
 and may define
 
-- ``warmup()``: compile every kernel, where kernels do not depend on shapes;
-- ``compiling(calls, share)``: a scope before which the kernels of these calls, and of such calls of
-  any size, begin to compile; of share (i, n) every n-th, from the i-th on.
+- ``ALIGNED``: tensors whose addresses must be multiples of 16 bytes; a call with others goes to the
+  next backend;
+- ``CHECKS_VALUES``: True if launches on a CPU check values themselves;
+- ``compile(specs, share, progress)``: compile every kernel that these calls, and such calls of any
+  size, may need; of share (i, n) every n-th, from the i-th on.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def loader(package: str, ops: dict[str, str]) -> Callable[[str], Callable[[Any, Any], None]]:
-    """The ``kernel`` function of a backend package, from its ``OPS`` table."""
+Launch = Callable[[Sequence[Tensor | None]], None]
 
-    def kernel(op: str) -> Callable[[Any, Any], None]:
-        module = importlib.import_module(f"{package}.{ops[op]}")
-        function: Callable[[Any, Any], None] = getattr(module, op)
-        return function
 
-    return kernel
+def module_of(package: str, ops: dict[str, str], op: str) -> Any:
+    """The module of a backend package that holds an operator."""
+    return importlib.import_module(f"{package}.{ops[op]}")
+
+
+def torch_binder(package: str, ops: dict[str, str]) -> Callable[[Any], Launch]:
+    """The ``bind`` of a backend in plain torch: ``<op>(spec, tensors)``, tensors canonical."""
+
+    def bind(spec: Any) -> Launch:
+        function = getattr(module_of(package, ops, spec.op), spec.op)
+
+        def launch(tensors: Sequence[Tensor | None]) -> None:
+            with torch.no_grad():
+                function(spec, spec.views(tensors))
+
+        return launch
+
+    return bind

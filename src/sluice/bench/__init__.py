@@ -1,7 +1,7 @@
-"""``sluice bench``: every operator beside every peer, checked before it is timed.
+"""``sluice bench``: every operator and its peers, checked before they are timed.
 
-The way of a number: ``plan`` names the workloads, ``session`` has one provider run one of them,
-``check`` holds its output against the oracle, ``timing_cpu`` and ``timing_gpu`` time what passed,
-``floors`` measures what the machine could do, ``run`` goes through all of it, and ``results`` keeps
-what came of it. ``table``, ``html``, ``compare`` and ``docs`` only read results.
+How a number is made: ``plan`` names the workloads, ``session`` lets one provider run one of them,
+``check`` compares its output with the oracle, ``timing_cpu`` and ``timing_gpu`` time what passed,
+``floors`` measures the limits of the machine, ``run`` does all this in order, and ``results`` holds
+the outcome. ``table``, ``html``, ``compare`` and ``docs`` only read results.
 """

@@ -1,8 +1,8 @@
-"""What is done before the first row is timed: inputs, answers, and everything that compiles.
+"""The work before the first row is timed: inputs, expected outputs, and all compilation.
 
-A process for each provider waits while its library compiles, so all of them compile at the same
-time, further processes help those whose kernels are found again on disk, and meanwhile this process
-draws the inputs and asks the oracle. Nothing of this goes on while something is timed.
+Each provider has a process, and all of them compile at the same time. Helper processes compile for
+providers whose kernels are cached on disk. Meanwhile this process draws the inputs and runs the
+oracle. None of this runs while something is timed.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import torch
 from sluice.bench.check import Answer, moved
 from sluice.bench.providers import provider
 from sluice.bench.worker import Worker, WorkerError
-from sluice.testing.benchmarks import Workload
+from sluice.testing.workload import Workload
 
 if TYPE_CHECKING:
     from sluice.bench.run import Options
 
 MEMORY_FOLDER = Path("/dev/shm")
-ROOM = 24 << 30  # bytes free in memory from which on files are kept there
-LEAST_ROOM = 6 << 30  # and below which none is made ahead
-LOOK_AHEAD = 3  # workloads whose inputs are being drawn
-SHARE = 0.45  # of a run's time before the first row, or all but what the rows take:
-ROW_SECONDS = 1.8  # of one workload, when nothing is left to compile
-TUNING = 0.3  # of the time before the first row, for what is chosen by measuring
+ROOM = 24 << 30  # bytes: with so many free in memory, files are kept there
+LEAST_ROOM = 6 << 30  # with fewer free, no file is made ahead
+LOOK_AHEAD = 3  # workloads whose inputs are drawn ahead
+SHARE = 0.45  # of a run's time may pass before the first row, or what the rows leave
+ROW_SECONDS = 1.8  # left for the rows of each workload, with nothing to compile
+TUNING = 0.3  # of the time before the first row goes into tuning
 
 
 class Draws:
-    """Inputs of the workloads, drawn ahead of their turn where the device is not the host.
+    """Inputs of the workloads, drawn ahead of time if the device is not the host.
 
-    Numbers come from the host, and a long prompt has a billion of them.
+    The host draws the numbers, and a long prompt has a billion of them.
     """
 
     def __init__(self, workloads: list[Workload], options: Options) -> None:
@@ -49,7 +49,7 @@ class Draws:
         self.ahead: dict[str, Future[dict[str, Any]]] = {}
 
     def take(self, workload: Workload) -> dict[str, Any]:
-        """The inputs of this workload, on the device; those of the next are begun."""
+        """The inputs of this workload, on the device; starts drawing the next ones."""
         self.left = [w for w in self.left if w.name != workload.name]
         if self.pool is None:
             with one_thread():
@@ -69,7 +69,7 @@ class Draws:
 
 
 class Sources:
-    """Inputs and answer of each workload: as they are for this process, as a file for others."""
+    """Inputs and answer of each workload: in memory for this process, in a file for others."""
 
     def __init__(self, workloads: list[Workload], options: Options) -> None:
         self.options = options
@@ -80,7 +80,7 @@ class Sources:
         self.made: dict[str, str] = {}
 
     def take(self, workload: Workload) -> Any:
-        """What a session's ``check`` wants: made now, unless it was made ahead."""
+        """The source for a session's ``check``: made now, unless it was made ahead."""
         if workload.name in self.made:
             return self.made[workload.name]
         inputs = self.draws.take(workload)
@@ -92,7 +92,7 @@ class Sources:
         return str(path)
 
     def drop(self, workload: Workload) -> None:
-        """Nobody asks for it again."""
+        """Delete a workload's source: it is not needed again."""
         path = self.made.get(workload.name)
         if path is not None:
             Path(path).unlink(missing_ok=True)
@@ -107,13 +107,13 @@ class Sources:
 
 
 def save(workload: Workload, inputs: dict[str, Any], dtype: torch.dtype, path: Path) -> None:
-    """Inputs and the oracle's answer into a file, from which several processes read at once."""
+    """Write inputs and the oracle's answer to a file that several processes can read."""
     kept = {"inputs": inputs, "answer": answer(workload, inputs, dtype).save()}
     with _unsummed():
         torch.save(moved(kept, torch.device("cpu")), path)
     del kept
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # the oracle's float64; others want the memory
+        torch.cuda.empty_cache()  # frees the oracle's float64 memory for others
 
 
 def answer(workload: Workload, inputs: dict[str, Any], dtype: torch.dtype) -> Answer:
@@ -122,7 +122,7 @@ def answer(workload: Workload, inputs: dict[str, Any], dtype: torch.dtype) -> An
 
 
 def spread(workloads: list[Workload]) -> list[Workload]:
-    """One of each kind first, then the second of each: every helper has work from the beginning."""
+    """The first of each kind, then the second of each, so that every helper has work at once."""
     count: Counter[Any] = Counter()
     turns = []
     for workload in workloads:
@@ -141,10 +141,10 @@ def compile_all(
     until: float,
     note: Callable[[str, Workload, float], None],
 ) -> dict[str, float]:
-    """Let every provider run every workload once, all processes at once: seconds of each part.
+    """Let every provider run every workload once, in parallel; returns the seconds of each part.
 
-    ``note`` is told the first seconds of each. After ``until`` no more is begun, and what is left
-    compiles when its turn comes; a part of the time is kept for those who measure to choose.
+    ``note`` gets the seconds of each first call. After ``until`` nothing more is started, and the
+    rest compiles when its turn comes. A part of the time is reserved for tuning.
     """
     times = [time.monotonic()]
     tuning = any(provider(name).tunes for name in runners)
@@ -156,7 +156,7 @@ def compile_all(
                 break
             try:
                 source = sources.take(workload)
-            except torch.cuda.OutOfMemoryError:  # so many at once: the rest when its turn comes
+            except torch.cuda.OutOfMemoryError:  # too many at once: the rest waits for its turn
                 torch.cuda.empty_cache()
                 break
             crew.send(workload, source)
@@ -172,11 +172,10 @@ def compile_all(
 
 
 class Crew:
-    """Who compiles what: each runner its own, and helpers what its provider finds on disk.
+    """Which process compiles what: runners for themselves, helpers for kernels cached on disk.
 
-    Helpers share the directory that the provider compiles into. What a provider tunes is compiled
-    by helpers as well; its runner, which chooses by measuring, comes to it last and alone, one
-    workload for each choice.
+    Helpers share the directory that the provider compiles into. They also compile the kernels that
+    a provider tunes. The provider's runner tunes last and alone, at one workload per choice.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class Crew:
         self.tuned = {name: tuned(name, workloads) for name in runners}
 
     def send(self, workload: Workload, source: Any) -> None:
-        """Ask whoever it is for; nobody is waited for."""
+        """Send the workload to the processes that compile it, without waiting."""
         for name, runner in self.runners.items():
             kind = provider(name)
             if not kind.compiles:
@@ -208,7 +207,7 @@ class Crew:
                     self.sent.append((name, who, workload))
 
     def _helper(self, name: str, workload: Workload) -> Any:
-        """The process beside the runner's that compiles it, begun when it is first asked."""
+        """The helper that compiles the workload, started on first use."""
         group = provider(name).helper(workload)
         if group is None or ":" in name:
             return None
@@ -218,10 +217,10 @@ class Crew:
         return self.helpers[name, group]
 
     def tune(self, until: float, note: Callable[[str, Workload, float], None]) -> None:
-        """One after the other, when all others are done: what is chosen by measuring.
+        """Tune the providers one after the other, once all other work is done.
 
-        The largest first, as an engine warms up: kernels that several operators share are chosen
-        where their times differ most.
+        The largest workload comes first, as when an engine warms up: kernels that several operators
+        share are then chosen where their times differ most.
         """
         gone: set[str] = set()
         for name, workload, source in sorted(self.late, key=lambda x: -x[1].size.tokens):
@@ -240,7 +239,7 @@ class Crew:
                 again(runner)
 
     def wait(self, note: Callable[[str, Workload, float], None]) -> None:
-        """Until all have answered. A helper that is late is let go; a runner has its timeout."""
+        """Wait until all have answered. A late helper is stopped; a runner has its timeout."""
         gone: set[int] = set()
         broken: dict[str, Any] = {}
         for name, who, workload in self.sent:
@@ -261,14 +260,14 @@ class Crew:
             again(runner)
 
     def close(self) -> None:
-        """All at once: a process takes a while to end."""
+        """End all helpers at once, because each takes a while to end."""
         with ThreadPoolExecutor(max(1, len(self.helpers))) as pool:
             for helper in self.helpers.values():
                 pool.submit(helper.close)
 
 
 def tuned(name: str, workloads: list[Workload]) -> set[str]:
-    """Names of the workloads at which a provider tunes: one of those that have the same kernels."""
+    """Names of the workloads at which a provider tunes: one per set of equal kernels."""
     kind, same = provider(name), defaultdict(list)
     for workload in workloads:
         if workload.op in kind.tunes:
@@ -277,7 +276,7 @@ def tuned(name: str, workloads: list[Workload]) -> set[str]:
 
 
 def again(runner: Any, graphs: bool = True) -> None:
-    """A new process for the next workload. It has to import the library again."""
+    """Start a new process for the next workload; it has to import the library again."""
     runner.restart(graphs)
     with contextlib.suppress(WorkerError):
         runner.send("start")
@@ -286,7 +285,7 @@ def again(runner: Any, graphs: bool = True) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """For the oracle's small steps: on a busy machine two threads wait for each other at each."""
+    """One thread for the oracle's small steps: on a busy machine threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -297,7 +296,7 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unsummed() -> Iterator[None]:
-    """Files without checksums: they live for minutes, and summing takes longer than writing."""
+    """Write files without checksums, which cost more than the writes; files live for minutes."""
     option = getattr(torch.serialization, "set_crc32_options", None)
     if option is None:
         yield
@@ -311,7 +310,7 @@ def _unsummed() -> Iterator[None]:
 
 
 def _place() -> str | None:
-    """A folder in memory where there is room for it; the usual one elsewhere."""
+    """A folder in memory if there is room, else the usual temporary one."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_FOLDER).free > ROOM:
             return str(MEMORY_FOLDER)

@@ -1,4 +1,4 @@
-"""The oracle's answer to a workload, and the verdict on what a provider made of the same inputs."""
+"""The oracle's answer to a workload, and the verdict on a provider's result."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 from sluice.testing import compare, oracle
-from sluice.testing.benchmarks import Workload
-from sluice.testing.workload import POOLS
+from sluice.testing.case import POOLS
+from sluice.testing.workload import Workload
 
 HOST = ("cu_seqlens_cpu",)  # inputs that stay on the host
 
 
 @dataclass
 class Answer:
-    """Exact outputs by name, states as rows in the order of the sequences, and the tolerances."""
+    """Exact outputs by name, states as rows in sequence order, and the tolerances."""
 
     exact: dict[str, Tensor]
     limits: dict[str, float]
 
     @classmethod
     def of(cls, workload: Workload, inputs: dict[str, Any], dtype: torch.dtype) -> Answer:
-        """Ask the float64 oracle, where the inputs are: a GPU answers for long prompts sooner.
+        """Run the float64 oracle on the inputs' device; a GPU is faster for long prompts.
 
-        For 16-bit inputs the answer is kept in float32, which is exact to a hundred-thousandth of
-        what is allowed and half as large.
+        For 16-bit inputs the answer is kept in float32, which takes half the memory. Its rounding
+        is a hundred-thousandth of the tolerance.
         """
         device = next(x for x in _tensors(inputs) if x.is_floating_point()).device
         same = set(workload.case.lengths or ())
@@ -44,9 +44,9 @@ class Answer:
         return cls(exact, workload.case.tolerances(dtype, device))
 
     def judge(self, workload: Workload, outputs: dict[str, Tensor]) -> dict[str, float]:
-        """The relative error of each output; raises ``AssertionError`` where one is too large.
+        """The relative error of each output; raises ``AssertionError`` if one is too large.
 
-        The comparison is the one that tests use: the whole, each head, and the largest error.
+        The comparison is that of the tests: the whole, each head, and the largest error.
         """
         absent = [name for name in self.exact if name not in outputs]
         if absent:
@@ -60,15 +60,15 @@ class Answer:
         return errors
 
     def save(self) -> dict[str, Any]:
-        """As plain values, for another process."""
+        """The answer as plain values, for another process."""
         return {"exact": self.exact, "limits": self.limits}
 
 
 def side_by_side(inputs: dict[str, Any], N: int) -> dict[str, Tensor]:
     """The oracle's answer to N packed prompts of one length, as more heads of a single prompt.
 
-    Heads know nothing of each other, so the numbers are the same and the oracle, which goes from
-    token to token, has N times fewer steps to take.
+    Heads are independent, so the numbers are the same, and the oracle, which goes from token to
+    token, takes N times fewer steps.
     """
     ours = ("cu_seqlens", "cu_seqlens_cpu", "slots", "state")
     options = {name: x for name, x in inputs.items() if name not in ours}
@@ -85,7 +85,7 @@ def side_by_side(inputs: dict[str, Any], N: int) -> dict[str, Tensor]:
 
 
 def moved(value: Any, device: torch.device, name: str = "") -> Any:
-    """Tensors on a device, in whatever they are kept; lengths for the host stay on the host."""
+    """Move tensors in nested containers to a device; host lengths stay on the host."""
     if isinstance(value, dict):
         return {n: moved(x, device, n) for n, x in value.items()}
     if isinstance(value, tuple):
@@ -95,9 +95,9 @@ def moved(value: Any, device: torch.device, name: str = "") -> Any:
 
 
 def copied(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A set of inputs of its own: floating-point tensors are copied, indices are shared.
+    """A copy of a set of inputs: floating-point tensors are copied, index tensors are shared.
 
-    Shared, because peers look up what follows from ``cu_seqlens`` by the identity of the tensor.
+    They are shared because peers cache what they derive from ``cu_seqlens`` by tensor identity.
     """
 
     def copy(value: Any) -> Any:

@@ -26,7 +26,7 @@ lengths: 8192 (one prompt), 4x2048 (four), 2048+2x512+16x1 (a mix), or a name:
   short, long, longest, many, swarm, ragged, continue
 """
 BROKEN = ("wrong", "error")
-QUICK_SECONDS = 80.0  # no workload is begun after it: a busy machine takes two minutes, not four
+QUICK_SECONDS = 80.0  # no workload starts later, so that a busy machine takes two minutes, not four
 
 
 def add_parser(commands: Any) -> None:
@@ -108,7 +108,7 @@ def add_parser(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run it; 0 when all is well, 1 when something got slower or a document is out of date."""
+    """Run the command; returns 0, or 1 if something got slower or a document is out of date."""
     if args.compare:
         from sluice.bench import compare
 
@@ -146,7 +146,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _run(workloads: list[Any], options: Any, path: Path | None) -> Any:
-    """Run, and keep what there is as it comes: a run that is cut short is not lost."""
+    """Run, and save results as they come, so that a run cut short is not lost."""
     from sluice.bench.progress import progress
     from sluice.bench.run import run
 

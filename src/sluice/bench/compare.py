@@ -1,9 +1,10 @@
 """Two results side by side: what got slower, beyond the threshold and beyond the noise.
 
-The noise of a row is half the distance between its quartiles, relative to the median; that of a
-ratio is both together. A row counts as slower or faster only if its ratio leaves 1 by more than the
-threshold and by more than the noise. What was right and is no longer counts as worst of all. Only
-sluice's rows decide the exit status; those of peers show whether it was the machine that changed.
+The noise of a row is half the distance between its quartiles, relative to the median; the noise of
+a ratio is the sum of both. A row counts as slower or faster only if its ratio differs from 1 by
+more than the threshold and by more than the noise. A row that was right and no longer is counts as
+worst of all. Only sluice's rows decide the exit status; those of peers show whether the machine
+changed.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Change:
 
     @property
     def counts(self) -> bool:
-        """Whether it makes the comparison fail."""
+        """Whether this change makes the comparison fail."""
         return self.provider.startswith("sluice") and self.verdict in ("broken", "slower")
 
 
 def changes(before: Results, after: Results, threshold: float) -> list[Change]:
-    """Every row that was timed before and is there after, worst first."""
+    """Every row that was timed before and is present after, worst first."""
     found = []
     for old in before.rows:
         new = after.row(old.workload, old.provider)
@@ -61,13 +62,13 @@ def changes(before: Results, after: Results, threshold: float) -> list[Change]:
 
 
 def drift(found: list[Change]) -> float | None:
-    """The median ratio of the peers' rows: what the machine itself did between the two."""
+    """The median ratio of the peers' rows: the change of the machine between the two runs."""
     ratios = [c.ratio for c in found if not c.provider.startswith("sluice") and c.after.ok]
     return statistics.median(ratios) if ratios else None
 
 
 def report(before: Results, after: Results, threshold: float) -> tuple[str, bool]:
-    """The text, and whether nothing of sluice got slower."""
+    """The text, and whether no row of sluice got slower."""
     found = changes(before, after, threshold)
     lines = [*_machines(before, after)]
     shown = [c for c in found if c.verdict != "same"]
@@ -115,7 +116,7 @@ def _machines(before: Results, after: Results) -> list[str]:
 
 
 def command(old: Path, new: Path, threshold: float) -> int:
-    """Print the comparison; 1 where something of sluice got slower beyond the threshold."""
+    """Print the comparison; returns 1 if a row of sluice got slower beyond the threshold."""
     text, good = report(Results.load(old), Results.load(new), threshold)
     print(text)
     return 0 if good else 1

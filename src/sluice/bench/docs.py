@@ -1,18 +1,18 @@
-"""Tables in documents, made from committed results: nobody types a number.
+"""Tables in documents, generated from committed results, so that no number is typed by hand.
 
-A document has a pair of comments; what stands between them is replaced:
+A document has a pair of comments, and the text between them is replaced:
 
     <!-- bench: h200 decode peers=fla,flashinfer -->
     <!-- /bench -->
 
-The first word is the name of a results file without ``.json``. Then operators (none: all of them),
-in whose order the rows stand. An operator may be narrowed by ``/`` and by ``:``:
+The first word is the name of a results file without ``.json``. Operators follow, in the order of
+the rows; without any, all operators are shown. ``/`` and ``:`` narrow an operator:
 
-    prefill/raw                     the prefill that makes its gates itself
-    decode/bfloat16                 with a state of that dtype (none: with any)
-    decode/float32:N=1,N=64         these sizes of it
+    prefill/raw                     prefill that computes its gates itself
+    decode/bfloat16                 with a state of that dtype (default: any)
+    decode/float32:N=1,N=64         these sizes only
 
-And, if wanted, for all: ``peers=`` (which columns), ``models=`` and ``sizes=`` (which rows).
+Options for all operators: ``peers=`` (which columns), ``models=`` and ``sizes=`` (which rows).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OPTIONS = ("peers", "models", "sizes")
 
 @dataclass
 class Operator:
-    """One word of a comment: an operator, what it is narrowed to, and which sizes."""
+    """One word of a comment: an operator, and its narrower kinds and sizes."""
 
     op: str
     kinds: frozenset[str] = frozenset()  # a variant, a dtype of the state
     sizes: tuple[str, ...] = ()
 
     def takes(self, workload: dict[str, Any]) -> bool:
-        """A variant is taken where it was asked for, a dtype of the state where no other was."""
+        """Whether a workload matches. A variant must be asked for; a state dtype need not be."""
         variant = {workload.get("variant")} - {"", None}
         known = variant | {workload["state_dtype"]}
         return (
@@ -52,7 +52,7 @@ class Operator:
 
 @dataclass
 class Selection:
-    """What one pair of comments asks for."""
+    """The selection made by one pair of comments."""
 
     results: str
     ops: list[Operator] = field(default_factory=list)
@@ -60,11 +60,11 @@ class Selection:
 
     @property
     def whole(self) -> bool:
-        """Whether every row of some operators was asked for."""
+        """Whether the selection takes every row of its operators."""
         return not self.options and not any(op.sizes for op in self.ops)
 
     def choose(self, workloads: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The workloads that match, in the order of the operators as they are written."""
+        """The matching workloads, in the written order of the operators."""
         found = [w for w in workloads if self._matches(w)]
         if not self.ops:
             return found
@@ -98,7 +98,7 @@ def parse(text: str) -> Selection:
 
 
 def _operator(word: str) -> Operator:
-    """One word, taken apart.
+    """Parse one word.
 
     >>> _operator("decode/bfloat16:N=1,N=64").sizes
     ('N=1', 'N=64')
@@ -109,7 +109,7 @@ def _operator(word: str) -> Operator:
 
 
 def table(results: Results, selection: Selection) -> str:
-    """A table in Markdown: a row for each workload, a column for each provider."""
+    """A Markdown table with a row per workload and a column per provider."""
     chosen = selection.choose(results.workloads)
     if not chosen:
         raise SluiceError(f"bench comment: nothing in {selection.results} matches")
@@ -138,7 +138,7 @@ def table(results: Results, selection: Selection) -> str:
     commit = f", commit {run['commit']}" if run.get("commit") else ""
     date = str(run.get("date", ""))[:10]
     lines += ["", f"{where}{threads}; {date}{commit}. Medians; in brackets how sluice compares."]
-    if left and selection.whole:  # of a table that was meant to be whole
+    if left and selection.whole:  # the table was meant to be complete
         lines[-1] += f" Of {len(chosen)} workloads {len(left)} were not run: the time was spent."
     return "\n".join(lines) + "\n"
 
@@ -168,7 +168,7 @@ def _line(cells: list[str]) -> str:
 
 
 def rewrite(text: str, results: dict[str, Results]) -> tuple[str, list[str]]:
-    """A document with its tables made anew, and the names of results it asked for in vain."""
+    """A document with new tables, and the names of results that it asks for but were not given."""
     absent: list[str] = []
 
     def fill(found: re.Match[str]) -> str:
@@ -182,7 +182,7 @@ def rewrite(text: str, results: dict[str, Results]) -> tuple[str, list[str]]:
 
 
 def command(files: Sequence[Path], check: bool) -> int:
-    """Write (or, to ``check``, only compare) the tables of the documents among ``files``."""
+    """Write the tables of the documents among ``files``; with ``check``, only compare them."""
     results = {path.stem: Results.load(path) for path in files if path.suffix == ".json"}
     documents = [path for path in files if path.suffix == ".md"]
     if not results or not documents:

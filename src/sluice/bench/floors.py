@@ -1,7 +1,7 @@
-"""What this machine can do, measured in the same run: how fast it copies, how fast it multiplies.
+"""The limits of this machine, measured in the same run: how fast it copies and multiplies.
 
 A floor is the time of a plain copy that moves as many bytes, or of a matrix product of as many
-operations, whichever is longer. Copies find memory as the timed calls do: out of the cache.
+operations, whichever is longer. As in the timed calls, the data of a copy is not in the cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MATRIX = {"cpu": 1536, "cuda": 8192}
 
 
 class Floors:
-    """Seconds of a copy that moves so many bytes, operations a second of a matrix product."""
+    """Seconds of a copy by its bytes, and operations per second of a matrix product."""
 
     def __init__(self, copies: list[tuple[int, float]], matrix: dict[str, float]) -> None:
         self.copies = sorted(copies)
         self.matrix = matrix
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Seconds to move ``nbytes``, read and written together; between sizes on a line."""
+        """Seconds to move ``nbytes`` (read plus written), interpolated between measured sizes."""
         first, last = self.copies[0], self.copies[-1]
         if nbytes <= first[0]:
             return first[1]
@@ -44,7 +44,7 @@ class Floors:
         raise AssertionError("unreachable: sizes are sorted")
 
     def seconds(self, nbytes: float, flops: float, dtype: str) -> tuple[float, str]:
-        """The floor of a workload, and which of the two it is: "memory" or "compute"."""
+        """The floor of a workload, and its kind: "memory" or "compute"."""
         memory = self.copy_seconds(nbytes)
         rate = self.matrix.get(dtype, 0.0)
         compute = flops / rate if rate else 0.0
@@ -52,7 +52,7 @@ class Floors:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of the largest copy."""
+        """Bytes per second of the largest copy."""
         nbytes, seconds = self.copies[-1]
         return nbytes / seconds
 
@@ -77,7 +77,7 @@ def measure(device: torch.device, dtype: torch.dtype, quick: bool = False) -> Fl
 
 
 def _copy(device: torch.device, nbytes: int, quick: bool) -> float:
-    """Seconds of the better of a copy and an update in place, each moving ``nbytes``."""
+    """Seconds of a copy or an update in place, whichever is faster; each moves ``nbytes``."""
     cuda = device.type == "cuda"
     cache = timing_gpu.l2_bytes(device) if cuda else timing_cpu.cache_bytes()
     sets = max(2, min(2048, math.ceil(3 * cache / nbytes)))
@@ -97,7 +97,7 @@ def _copy(device: torch.device, nbytes: int, quick: bool) -> float:
 
 
 def _matrix(device: torch.device, dtype: torch.dtype, quick: bool) -> float:
-    """Operations a second of a square product in ``dtype``."""
+    """Operations per second of a square product in ``dtype``."""
     n = MATRIX[device.type] // (2 if quick and device.type == "cuda" else 1)
     a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
     seconds = _median(device, [lambda: torch.mm(a, b, out=c)], quick)

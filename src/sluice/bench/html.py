@@ -1,6 +1,6 @@
-"""The report as one page: it has its data, style and script inside, and asks for nothing else.
+"""The report as one self-contained page, with data, style and script inside.
 
-Charts are drawn by ``page/charts.js``; the table and the conditions are there without a script.
+``page/charts.js`` draws the charts; the table and the conditions need no script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _asset(name: str) -> str:
 
 
 def _embedded(results: Results) -> str:
-    """JSON that can stand inside a script element: no "<" in it."""
+    """JSON for a script element: without "<"."""
     text = json.dumps(results.to_json(), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
@@ -77,7 +77,7 @@ def _table(results: Results) -> str:
         if all(r.status == "skipped" for r in rows):
             continue
         served = [r for r in rows if r.status != "refused"]
-        # another way to call sluice that there is no need for is no news
+        # leave out variants of sluice that refuse: they add nothing
         refused = [r for r in rows if r.status == "refused" and ":" not in r.provider]
         ordered = sorted(served, key=lambda r: (not r.ok, r.median_s or 0.0))
         name = f"{workload['op']} {workload['size']}"
@@ -121,7 +121,7 @@ def _row(row: Row, workload: dict[str, Any], ours: Row | None, label: str) -> st
 
 
 def _refusals(rows: list[Row], label: str, op: str) -> str:
-    """Those that have no way to do the work, in one line."""
+    """The providers that refused, in one line."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         by_reason.setdefault(row.reason, []).append(row.provider)

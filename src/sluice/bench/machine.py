@@ -1,4 +1,4 @@
-"""The conditions of a run: machine, threads, versions, clocks, commit. No names, no places."""
+"""The conditions of a run: machine, threads, versions, clocks, commit. No user names or paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,powe
 
 
 def conditions(device: torch.device, threads: int) -> dict[str, Any]:
-    """All that a reader needs to hold a number against another."""
+    """What a reader needs to compare one number with another."""
     found: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu(),
@@ -48,7 +48,7 @@ def conditions(device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str] | None:
-    """GPU clocks, temperature and power now; None where nvidia-smi is not to be had."""
+    """Current GPU clocks, temperature and power; None without nvidia-smi."""
     text = _smi(CLOCKS)
     if text is None:
         return None
@@ -66,7 +66,7 @@ def commit() -> str | None:
 
 
 class Neighbours:
-    """How much of the cores other programs take, from now on: None where it cannot be told."""
+    """How much of the cores other programs use from now on; None where this is unknown."""
 
     def __init__(self) -> None:
         self.begin = self._read()

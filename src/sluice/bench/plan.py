@@ -1,8 +1,8 @@
-"""Which workloads a run takes: the surfaces as data, narrowed by what was asked for.
+"""The workloads of a run: surfaces as data, narrowed by the options of the command.
 
 A surface is rows of (operator, models with their tensor-parallel size, sizes, dtype of the state,
-and whether a prefill makes its gates and unit keys itself).
-The order is that of the run, so that a run cut short has had what matters most.
+and whether prefill computes its gates and unit keys itself). The most important rows come first,
+so that a run cut short has them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from sluice.contract.errors import SluiceError
 from sluice.layers.qwen import preset
-from sluice.testing.benchmarks import (
+from sluice.testing.workload import (
     BATCH_OPS,
     OPS,
     PROMPT_OPS,
@@ -117,7 +117,7 @@ SURFACES: dict[str, tuple[Entry, ...]] = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asked for; empty means what the surface has."""
+    """The options of the command line; an empty one means the surface's own."""
 
     ops: tuple[str, ...] = ()
     presets: tuple[str, ...] = ()
@@ -153,12 +153,12 @@ def workloads(surface: str, wanted: Wanted, dtype: torch.dtype) -> list[Workload
 
 
 def _state_dtypes(entry: Entry, wanted: Wanted) -> tuple[torch.dtype, ...]:
-    """Those asked for; float32 for sizes or models asked for; else what the surface has."""
+    """The requested dtypes; float32 for requested sizes or models; else the surface's own."""
     return wanted.state_dtypes or ((FP32,) if _own(wanted) else (entry.state_dtype,))
 
 
 def _own(wanted: Wanted) -> bool:
-    """Whether sizes or models were asked for, and so not the surface's."""
+    """Whether sizes or models were requested, which replace the surface's."""
     return bool(wanted.lengths or wanted.batches or wanted.presets or wanted.tps)
 
 
@@ -170,7 +170,7 @@ def _models(entry: Entry, wanted: Wanted) -> Iterable[Model]:
 
 
 def _sizes(entry: Entry, wanted: Wanted) -> list[Size]:
-    """The sizes asked for that this operator takes, or its own."""
+    """The requested sizes that this operator takes, or the surface's own."""
     asked = [size for size in wanted.lengths if entry.op in PROMPT_OPS]
     asked += [size for size in wanted.batches if entry.op in BATCH_OPS]
     if entry.op == "layer":
@@ -181,7 +181,7 @@ def _sizes(entry: Entry, wanted: Wanted) -> list[Size]:
 
 
 def op_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Operators by name or short name; a wrong one is answered with the nearest."""
+    """Operators by name or short name; the error for a wrong one suggests the nearest."""
     return tuple(nearest("operator", name, (*OPS, *OP_ALIASES), OP_ALIASES) for name in names)
 
 
@@ -200,7 +200,7 @@ def sizes(text: str, option: str) -> tuple[Size, ...]:
 def nearest(
     what: str, name: str, known: Sequence[str], aliases: dict[str, str] | None = None
 ) -> str:
-    """``name`` as it is known, or an error that suggests the one that was probably meant."""
+    """The known spelling of ``name``, or an error that suggests the nearest one."""
     aliases = aliases or {}
     key = name.strip().lower()
     if key in known:

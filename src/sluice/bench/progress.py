@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: rich's bar where it is installed, a line for each step elsewhere."""
+"""Progress of a run on stderr: a rich bar if rich is installed, else one line per step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function that names the step that begins. ``total`` may be exceeded."""
+    """Yields a function to call with each step's name as it starts; ``total`` may be exceeded."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

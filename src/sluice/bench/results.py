@@ -1,6 +1,7 @@
-"""What a run found, as data: rows, the workloads and providers they belong to, the conditions.
+"""The results of a run as data: rows, their workloads and providers, and the conditions.
 
-JSON is what is kept; every report is made from it. Times are seconds, sizes bytes, errors relative.
+They are stored as JSON, and every report is made from it. Times are in seconds, sizes in bytes, and
+errors are relative.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 
 from sluice.bench.floors import Floors
 from sluice.contract.errors import SluiceError
-from sluice.testing.benchmarks import ABOUT, NAMED, Workload, parse_size
+from sluice.testing.workload import ABOUT, NAMED, Workload, parse_size
 
 SCHEMA = 1
-FEWEST = 20  # samples below which a row says how few it has
+FEWEST = 20  # a row with fewer samples says how many it has
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Row:
     errors: dict[str, float] = field(default_factory=dict)
     floor_s: float | None = None
     bound: str = ""
-    check_s: float | None = None  # from its inputs to being ready to be timed: compiling, judging
+    check_s: float | None = None  # from inputs to ready for timing: compiling, checking
 
     @property
     def ok(self) -> bool:
@@ -59,7 +60,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Of the floor: 1.0 is as fast as the machine copies or multiplies."""
+        """The floor over the time: 1.0 is as fast as the machine copies or multiplies."""
         return self.floor_s / self.median_s if self.median_s and self.floor_s else None
 
     @property
@@ -115,7 +116,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Read a file; one that is none of these is refused with a reason."""
+        """Read a file; refuses, with a reason, a file that holds no results."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -130,7 +131,7 @@ class Results:
         return cls(rows=rows, **{k: v for k, v in data.items() if k in cls.__dataclass_fields__})
 
     def to_csv(self) -> str:
-        """One line for each row, with what its workload and its derived figures are."""
+        """One line per row, with its workload and derived figures."""
         known = {w["name"]: w for w in self.workloads}
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
@@ -161,7 +162,7 @@ DERIVED = (
 
 
 def describe_workload(workload: Workload, dtype: Any) -> dict[str, Any]:
-    """A workload as results keep it."""
+    """A workload as plain data for the results."""
     case = workload.case
     return {
         "name": workload.name,
@@ -186,7 +187,7 @@ def describe_workload(workload: Workload, dtype: Any) -> dict[str, Any]:
 
 
 def notes(workload: dict[str, Any]) -> str:
-    """What sets a workload apart from its like: ", TP 8", ", bfloat16 state", ", raw gates"."""
+    """What distinguishes similar workloads: ", TP 8", ", bfloat16 state", ", raw gates"."""
     state = "" if workload["state_dtype"] == "float32" else f", {workload['state_dtype']} state"
     return rank_note(workload) + state + raw_note(workload)
 
@@ -196,18 +197,18 @@ def rank_note(workload: dict[str, Any]) -> str:
 
 
 def raw_note(workload: dict[str, Any]) -> str:
-    """Results of an earlier version have no variants."""
+    """The note on raw gates; older results have no variants."""
     return ", raw gates and keys" if workload.get("variant") == "raw" else ""
 
 
 def _short_name(size: str) -> str:
-    """A mix by its name, where it has one; anything shorter as it is."""
+    """The name of a mix if it has one, else the size itself."""
     names = {str(parse_size(written)): name for name, written in NAMED.items() if "+" in written}
     return names.get(size, size)
 
 
 def percentile(ordered: list[float], q: float) -> float:
-    """Of sorted samples, between the two nearest on a line."""
+    """A percentile of sorted samples, by linear interpolation."""
     place = q * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -215,7 +216,7 @@ def percentile(ordered: list[float], q: float) -> float:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a report, with an error a user can act on."""
+    """Write a report; an error says what the user can do."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -224,7 +225,7 @@ def write(path: Path, text: str) -> None:
 
 
 def microseconds(seconds: float | None) -> str:
-    """Three digits that matter: 2.87, 36.3, 1,934."""
+    """Microseconds with three significant digits: 2.87, 36.3, 1,934."""
     if seconds is None:
         return "-"
     us = seconds * 1e6
@@ -232,7 +233,7 @@ def microseconds(seconds: float | None) -> str:
 
 
 def rate(workload: dict[str, Any], seconds: float) -> str:
-    """TB/s or GB/s where memory is what counts, TFLOP/s or GFLOP/s where operations are."""
+    """TB/s or GB/s for memory-bound work, TFLOP/s or GFLOP/s for compute-bound work."""
     unit, suffix = ("flops", "FLOP/s") if workload["unit"] == "flops" else ("bytes", "B/s")
     value = workload[unit] / seconds
     scale, prefix = (1e12, "T") if value >= 1e12 else (1e9, "G")

@@ -1,8 +1,8 @@
-"""A run from one end to the other: who is there, what is right, how long it takes.
+"""A whole run: find the providers, check their results, time them.
 
-For each workload inputs are drawn once and the oracle is asked once. Every provider runs on copies
-of those inputs and is judged; those that passed then take turns, a block each, round after round.
-On a GPU all that compiles, and every answer, is had before the first row (``ahead.py``).
+For each workload, inputs are drawn once and the oracle runs once. Every provider runs on copies of
+these inputs and is checked. Those that passed are timed in turn, one block each, round after round.
+On a GPU everything is compiled and answered before the first row (``ahead.py``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sluice.bench.ahead import ROW_SECONDS, SHARE, Sources, again, compile_all, 
 from sluice.bench.providers import MODULES, PEERS, STANDING
 from sluice.bench.results import Results, Row, describe_workload
 from sluice.bench.worker import Local, Worker, WorkerError
-from sluice.testing.benchmarks import Workload
+from sluice.testing.workload import Workload
 
 Say = Callable[[str], None]
-SLOW_SECONDS = 5.0  # of a first call, from which on the results name it
-START_SECONDS = 120.0  # at the least, to import a library: on a busy machine torch alone takes ten
+SLOW_SECONDS = 5.0  # results name a first call that takes longer
+START_SECONDS = 120.0  # allowed for importing a library: torch alone takes ten on a busy machine
 
 
 @dataclass
@@ -36,16 +36,16 @@ class Options:
     dtype: torch.dtype = torch.float32
     providers: tuple[str, ...] = ("sluice", *PEERS)
     threads: int = 1
-    isolate: bool = False  # each provider in a process of its own
+    isolate: bool = False  # each provider in its own process
     ahead: bool = False  # compile and answer everything before the first row
     first_calls: bool = True
-    first_ops: tuple[str, ...] = ("decode", "prefill")  # whose first call is measured, on a CPU
+    first_ops: tuple[str, ...] = ("decode", "prefill")  # whose first call is timed on a CPU
     rounds: int = 5
-    seconds: float = 1.0  # timed, of each row
-    least: int = 20  # samples of each row, unless that takes more than most_seconds
+    seconds: float = 1.0  # of timing, per row
+    least: int = 20  # samples per row, unless they take more than most_seconds
     most_seconds: float = 20.0
-    timeout: float = 300.0  # for one check, which may compile
-    time_limit: float | None = None  # for the whole run; what is left is listed as skipped
+    timeout: float = 300.0  # of one check, which may compile
+    time_limit: float | None = None  # of the whole run; the rest is listed as skipped
     quick: bool = False
     paths: dict[str, list[str]] = field(default_factory=dict)
     note: str = ""
@@ -57,7 +57,7 @@ def run(
     say: Say,
     keep: Callable[[Results], None] | None = None,
 ) -> Results:
-    """Measure; ``say`` is told each step as it begins, ``keep`` gets what there is after each."""
+    """Measure; ``say`` gets the name of each step, ``keep`` the results after each."""
     begin = time.monotonic()
     device = torch.device(options.device)
     settings.for_peers()
@@ -100,7 +100,7 @@ def run(
                 about = _about(options, time.monotonic() - begin)
                 results.run = {**about, **made, "unfinished": True}
                 keep(results)
-        if not options.isolate:  # the processes of providers would count as others
+        if not options.isolate:  # else the providers' processes would count as neighbours
             results.machine["others"] = neighbours.share()
         if options.first_calls and not options.isolate:
             left = (options.time_limit or float("inf")) - (time.monotonic() - begin)
@@ -131,14 +131,14 @@ def _about(options: Options, seconds: float) -> dict[str, Any]:
 
 
 def _begin(options: Options, results: Results) -> dict[str, Any]:
-    """Start every provider; those that are not there are listed, and left out."""
+    """Start every provider; list those that are missing, and leave them out."""
     runners: dict[str, Any] = {}
     for name in options.providers:
         if options.isolate:
             paths = options.paths.get(name, [])
             cold, caches = options.first_calls, None
             if name.partition(":")[2] in STANDING and "sluice" in runners:
-                cold, caches = False, runners["sluice"].caches  # the same kernels, mostly
+                cold, caches = False, runners["sluice"].caches  # mostly the same kernels
             runner: Any = Worker(name, options.device, options.threads, paths, cold, caches)
         else:
             runner = Local(name, options.device, options.threads)
@@ -146,7 +146,7 @@ def _begin(options: Options, results: Results) -> dict[str, Any]:
         try:
             runner.send("start")
         except WorkerError:
-            continue  # its answer will say so
+            continue  # receive() reports the error
     for name, runner in list(runners.items()):
         try:
             found = runner.receive(max(options.timeout, START_SECONDS))
@@ -168,9 +168,9 @@ def _ahead(
     results: Results,
     begin: float,
 ) -> dict[str, Any]:
-    """Before the first row: what compiles, the inputs and the answers, in a share of the time.
+    """Before the first row: compile, draw inputs and run the oracle, in a share of the time.
 
-    Returns what the time was spent on, and the first calls that took long.
+    Returns how the time was spent, and the first calls that took long.
     """
     whole = options.time_limit or 3 * options.timeout
     until = begin + max(whole * SHARE, whole - ROW_SECONDS * len(workloads))
@@ -209,7 +209,7 @@ def _measure(
             try:
                 runners[name].send("time", *block)
                 samples[name] += runners[name].receive(options.timeout)
-            except Exception as error:  # what passed the check may still fail when repeated
+            except Exception as error:  # a provider that passed the check may still fail later
                 rows[name].status, rows[name].reason = "error", str(error)[:300]
                 del samples[name]
                 _broken(runners[name])
@@ -228,7 +228,7 @@ def _check(
     options: Options,
     results: Results,
 ) -> list[str]:
-    """Who is right, and so may be timed. Processes of their own compile at the same time."""
+    """The providers whose results are right, to be timed. Separate processes run in parallel."""
     for name, runner in runners.items():
         try:
             runner.send("check", workload, options.dtype, source)
@@ -256,7 +256,7 @@ def _check(
 
 
 def _note_first_call(name: str, workload: Workload, seconds: float, results: Results) -> None:
-    """The first call of an operator in a process that began with empty caches."""
+    """Note the first call of an operator in a process that started with empty caches."""
     seen = {(x["provider"], x["op"]) for x in results.first_calls}
     if (name, workload.op) in seen:
         return
@@ -268,9 +268,9 @@ def _note_first_call(name: str, workload: Workload, seconds: float, results: Res
 def _first_calls(
     workloads: list[Workload], runners: dict[str, Any], options: Options, left: float, say: Say
 ) -> list[dict[str, Any]]:
-    """In a fresh process with empty caches for each provider: import, then the first call.
+    """Time import and first call of each provider in a new process with empty caches.
 
-    None is begun once ``left`` seconds are over.
+    No process starts after ``left`` seconds.
     """
     end = time.monotonic() + left
     found: list[dict[str, Any]] = []
@@ -319,7 +319,7 @@ def _skip(workload: Workload, runners: dict[str, Any], results: Results, why: st
 
 
 def _ask(runner: Any, method: str, options: Options, *arguments: Any) -> Any:
-    """A request whose failure costs nothing but the answer."""
+    """Make a request; if it fails, only its answer is lost."""
     try:
         runner.send(method, *arguments)
         return runner.receive(options.timeout)
@@ -329,6 +329,6 @@ def _ask(runner: Any, method: str, options: Options, *arguments: Any) -> Any:
 
 
 def _broken(runner: Any) -> None:
-    """A new process after an error that spoilt the old one; the second time without graphs."""
+    """Start a new process after a fatal error; the second time without graphs."""
     runner.broken += 1
     again(runner, graphs=runner.broken < 2)

@@ -1,8 +1,8 @@
-"""One provider in one process: it is found, it runs a workload, it is judged, then it is timed.
+"""One provider in one process: import it, run a workload, check the result, time it.
 
-``Session`` is used directly where all providers share a process (a CPU run: they take turns on the
-same cores), and behind ``worker.Worker`` where each has its own (a GPU run: one that crashes takes
-no other with it). Every method returns plain values.
+In a CPU run all providers share a process and take turns on the same cores, each with a
+``Session``. In a GPU run each ``Session`` has a process of its own (``worker.Worker``), so that a
+crash affects no other provider. Every method returns plain values.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from sluice.bench import timing_cpu, timing_gpu
 from sluice.bench.check import Answer, copied, moved, nbytes
 from sluice.bench.providers import provider
 from sluice.bench.providers.base import Call, Job, RefusalError, load
-from sluice.testing.benchmarks import Workload
+from sluice.testing.workload import Workload
 
 MOST_SETS = 64
-CACHES = 3  # sets of inputs together are this many times the last-level cache
-WARM_UP_SECONDS = 1.0  # a slow call is not warmed up longer: it leaves no cache as it was
-MEMORY = {"cpu": 1 << 30, "cuda": 12 << 30}  # and no more than this
+CACHES = 3  # all sets of inputs are this many times the last-level cache
+WARM_UP_SECONDS = 1.0  # at most, over all sets: a slow call replaces the cache anyway
+MEMORY = {"cpu": 1 << 30, "cuda": 12 << 30}  # at most, of all sets
 
 
 @dataclass
 class Verdict:
-    """What came of one workload before any timing; ``status`` "ok" is the only one that is timed.
+    """The outcome of one workload before timing; only ``status`` "ok" is timed.
 
-    refused   the library has no way to do this work
-    wrong     it ran, and its output is not the oracle's
+    refused   the library cannot do this work
+    wrong     it ran, but its output differs from the oracle's
     error     it raised, or its process died
     """
 
@@ -48,7 +48,7 @@ class Verdict:
     method: str = ""
     sets: int = 0
     check_s: float | None = None
-    fatal: bool = False  # the process is of no more use
+    fatal: bool = False  # the process cannot be used any more
 
 
 class Session:
@@ -59,10 +59,10 @@ class Session:
         self.device = torch.device(device)
         self.threads, self.graphs = threads, graphs
         self.timer: Any = None
-        self.unmeasured = False  # whether kernels were chosen here without measuring them
+        self.unmeasured = False  # whether kernels were chosen without measuring them
 
     def start(self) -> dict[str, Any]:
-        """Import the library; how long it took, or why it cannot be used."""
+        """Import the library; returns the seconds, or why it cannot be used."""
         p = self.provider
         found: dict[str, Any] = {"name": p.name, "title": p.title, "install": p.install}
         found |= {"peer": p.is_peer, "missing": None, "version": None, "import_s": None}
@@ -81,7 +81,7 @@ class Session:
         return found | {"version": p.version(), "import_s": seconds}
 
     def check(self, workload: Workload, dtype: torch.dtype, source: Any) -> dict[str, Any]:
-        """Run once, judge, get ready to be timed. ``source`` is inputs and answer, or a file."""
+        """Run once, check, and prepare timing. ``source`` is inputs and answer, or a file."""
         begin = time.perf_counter()
         self.release()
         try:
@@ -92,7 +92,7 @@ class Session:
             verdict = Verdict("refused", _line(error))
         except AssertionError as error:
             verdict = Verdict("wrong", _line(error)) if str(error) else Verdict("error", "assert")
-        except Exception as error:  # a peer may raise anything, and the others go on
+        except Exception as error:  # a peer may raise anything; the others continue
             verdict = Verdict("error", f"{type(error).__name__}: {_line(error)}")
         if verdict.status != "ok":
             self.release()
@@ -139,7 +139,7 @@ class Session:
         )
 
     def _once(self, call: Call) -> tuple[float, Any]:
-        """Seconds of one call by the host's clock, and its result."""
+        """The seconds of one call by the host's clock, and its result."""
         self._wait()
         begin = time.perf_counter()
         result = call.run()
@@ -147,7 +147,7 @@ class Session:
         return time.perf_counter() - begin, result
 
     def _check_replay(self, workload: Workload, answer: Answer, call: Call, before: Any) -> None:
-        """What is replayed must be right as well; where it is not, events are used instead."""
+        """Check the replayed graph too; if it is wrong, use events instead."""
         replayed = self.timer.replayed(before)
         if replayed is None:
             return
@@ -159,10 +159,10 @@ class Session:
     def prime(
         self, workload: Workload, dtype: torch.dtype, source: Any, until: float
     ) -> tuple[float | None, bool]:
-        """Run once, for what is compiled on the way: seconds, and whether the process is done for.
+        """Run once in order to compile; returns the seconds, and whether the process is broken.
 
-        None for the seconds where it did not run, which is not judged here. After ``until``, a
-        time of the machine's steady clock, nothing is begun.
+        The seconds are None if it did not run; nothing is checked. After ``until``, by the
+        machine's monotonic clock, nothing is started.
         """
         if time.monotonic() > until:
             return None, False
@@ -173,7 +173,7 @@ class Session:
                 inputs = self._load(source, answer=False)[0]
                 job = Job(workload, dtype, self.device, inputs, self.threads)
                 seconds, _ = self._once(self.provider.prepare(job))
-        except Exception:  # whatever it is, it will be found and said when its turn comes
+        except Exception:  # the check will find and report it
             seconds = None
         broken = self._broken()
         if self.device.type == "cuda" and not broken:
@@ -183,16 +183,16 @@ class Session:
     def compile(
         self, workload: Workload, dtype: torch.dtype, source: Any, until: float
     ) -> tuple[float | None, bool]:
-        """As ``prime``, for another process to find on disk: nothing is chosen by measuring.
+        """As ``prime``, but only fills the disk cache for another process: nothing is tuned.
 
-        What was chosen instead stays here: none of it is on disk, and nothing is timed here later.
+        Choices made without tuning stay in this process, which never times anything.
         """
         self.unmeasured = True
         with _unmeasured():
             return self.prime(workload, dtype, source, until)
 
     def _load(self, source: Any, answer: bool = True) -> tuple[dict[str, Any], Any]:
-        """Inputs and, if wanted, the answer; of a file, no more is read than that."""
+        """Inputs and, if wanted, the answer; reads no more of a file than that."""
         if not isinstance(source, str):
             inputs, known = source
             return inputs, known
@@ -201,20 +201,20 @@ class Session:
         return inputs, Answer(**moved(kept["answer"], self.device)) if answer else None
 
     def _sets(self, inputs: dict[str, Any]) -> int:
-        """How many sets it takes for each to be out of the cache when its turn comes."""
+        """How many sets of inputs it takes for each to have left the cache at its turn."""
         kind, size = self.device.type, max(1, nbytes(inputs))
         cache = timing_cpu.cache_bytes() if kind == "cpu" else timing_gpu.l2_bytes(self.device)
         wanted = math.ceil(CACHES * cache / size)
         return max(2, min(wanted, MOST_SETS, MEMORY[kind] // size))
 
     def time(self, seconds: float, least: int, most_seconds: float) -> list[float]:
-        """One round: seconds of each call."""
+        """Time one round; returns the seconds of each call."""
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self.timer.block(seconds, least, most_seconds)
 
     def release(self) -> None:
-        """Let go of the workload's memory."""
+        """Free the workload's memory."""
         if self.timer is not None:
             self.timer.close()
             self.timer = None
@@ -237,11 +237,12 @@ class Session:
 
 @contextlib.contextmanager
 def _unmeasured() -> Iterator[None]:
-    """Triton's tuner runs each form of a kernel once and times none: others need the device.
+    """Make Triton's tuner run each form of a kernel once without timing it.
 
-    Timing takes a tenth of a second for each, compiling it less than half of one. The tuner would
-    keep these times, all of them 0, in a file if a library asks for it, as FLA does, and whoever
-    tunes next would take the first form: here it neither writes that file nor reads one.
+    Timing takes a tenth of a second per form and needs the device, which others use; compiling
+    takes less than half a second. A library may ask the tuner to store its times in a file, as FLA
+    does. The times here are all 0, so the next process would take the first form. Therefore the
+    tuner neither writes nor reads this file here.
     """
 
     def once(call: Any, *_: Any, quantiles: Any = None, **__: Any) -> Any:
@@ -260,20 +261,20 @@ def _unmeasured() -> Iterator[None]:
 
 
 def _replace(after: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until ``after`` ends; what this version of a library has not is left alone."""
+    """Replace an attribute until ``after`` ends, if this version of the library has it."""
     if hasattr(owner, name):
         after.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 
 
 def _line(error: BaseException) -> str:
-    """The first line of a message that says something."""
+    """The first line of a message that is not empty."""
     lines = [x.strip() for x in str(error).splitlines() if x.strip()]
     return without_places(lines[0])[:300] if lines else type(error).__name__
 
 
 def without_places(text: str) -> str:
-    """A message with the names of files in it, and not where they lie on this machine.
+    """A message in which paths are cut to file names.
 
     >>> without_places("no 'x' in 'y' (/opt/lib/python/y/z.py)")
     "no 'x' in 'y' (z.py)"

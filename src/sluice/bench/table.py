@@ -1,4 +1,4 @@
-"""The report in a terminal: a table for each operator, what is missing, and how it was measured."""
+"""The report in a terminal: a table per operator, missing providers, and the conditions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sluice.bench.results import (
 )
 
 HEAD = ("workload", "provider", "µs", "p10-p90", "rate", "of floor", "sluice is", "error", "how")
-BUSY = 0.1  # of the cores, by others, from which on a run is not to be trusted
+BUSY = 0.1  # share of the cores used by others above which a run is not reliable
 SYMBOLS = {"refused": "-", "wrong": "WRONG", "error": "ERROR", "skipped": "skipped"}
 
 
@@ -66,7 +66,7 @@ def ratio(row: Row, ours: Row | None) -> str:
 
 
 def footer(results: Results) -> list[str]:
-    """Conditions, floors, first calls, what converted what, and who is missing."""
+    """Conditions, floors, first calls, conversions, and missing providers."""
     m, run, measured = results.machine, results.run, results.measured_floors()
     rates = ", ".join(f"{v / 1e12:.3g} TFLOP/s {k}" for k, v in measured.matrix.items())
     out = [
@@ -105,7 +105,7 @@ def footer(results: Results) -> list[str]:
 
 
 def show(results: Results, file: TextIO | None = None) -> None:
-    """Print all of it: a rich table where rich is installed, aligned columns elsewhere."""
+    """Print the report: a rich table if rich is installed, else aligned columns."""
     file = file or sys.stdout
     try:
         from rich.console import Console
@@ -135,7 +135,7 @@ def show(results: Results, file: TextIO | None = None) -> None:
 
 
 def _counter() -> Any:
-    """A key that changes at each row that names a workload."""
+    """A grouping key that changes at each row that names a workload."""
     count = 0
 
     def key(row: tuple[str, ...]) -> int:

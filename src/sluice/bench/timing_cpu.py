@@ -1,4 +1,4 @@
-"""Timing on a CPU: a host clock around each call, the sets of inputs in turn."""
+"""Timing on a CPU: a host clock around each call, with the sets of inputs in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cache_bytes() -> int:
 
 
 class Timer:
-    """Times the calls of one workload; ``block`` is called once a round."""
+    """Times the calls of one workload; ``block`` is called once per round."""
 
     method = METHOD
 
@@ -33,19 +33,19 @@ class Timer:
         self.next = 0
 
     def warm_up(self) -> None:
-        """Once through all sets: memory is touched, and what compiles has compiled."""
+        """Call every set once, which touches its memory and compiles what is needed."""
         for call in self.calls:
             call.run()
 
     def replayed(self, before: list[Any]) -> Any:
-        """Nothing is replayed here: what was checked is what is timed."""
+        """Nothing is replayed on a CPU: the timed calls are the checked ones."""
         return None
 
     def block(self, seconds: float, least: int, most_seconds: float) -> list[float]:
         """Seconds of each call, for ``seconds`` and at least ``least`` calls.
 
-        ``most_seconds`` ends it whatever the number. The first call is not counted: another
-        provider has just had the caches and the cores.
+        It ends after ``most_seconds`` in any case. The first call is not counted: another provider
+        has just used the caches and the cores.
         """
         calls, clock = self.calls, time.perf_counter
         samples: list[float] = []

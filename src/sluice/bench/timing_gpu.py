@@ -1,10 +1,10 @@
 """Timing on a GPU: a CUDA graph of the calls replayed between two events, or events alone.
 
 Every call of a graph takes another set of inputs, and all sets together are larger than the L2
-cache, so each call finds memory as a serving engine leaves it. A graph holds enough calls that what
-it costs to launch one does not show. Providers that cannot be captured are timed by events around
-each call, queued behind a pause so that the host's own time is hidden where it can be; the row says
-which way it was.
+cache, so no call finds its inputs in the cache. A graph holds so many calls that the cost of
+launching it does not show. Providers that cannot be captured are timed by events around each call.
+These calls are queued after a pause of the device, which hides the host's time if it can. The row
+says which method was used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from sluice import torch_private
 from sluice.bench.providers.base import Call
 
 DEFAULT_L2 = 64 << 20
-LEAST_GRAPH_SECONDS = 5e-4  # so much work in a graph that its launch is below one percent
+LEAST_GRAPH_SECONDS = 5e-4  # enough work that a graph's launch is below one percent
 MOST_CALLS = 512
 LONG_SECONDS = 0.02  # a graph that takes longer is warm after one replay
-EVENT_CALLS = 8  # calls queued behind one pause
+EVENT_CALLS = 8  # calls queued after one pause
 PAUSE_CYCLES = 2_000_000  # about a millisecond
 
 
@@ -30,7 +31,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 class Timer:
-    """Times the calls of one workload; ``block`` is called once a round."""
+    """Times the calls of one workload; ``block`` is called once per round."""
 
     def __init__(self, calls: list[Call], graphs: bool = True) -> None:
         self.calls = calls
@@ -59,10 +60,10 @@ class Timer:
                 rounds = int(LEAST_GRAPH_SECONDS / max(seconds, 1e-6)) + 1
                 most = max(1, MOST_CALLS // len(self.calls))
                 self._capture(len(self.calls) * min(rounds, most))
-        except Exception as error:  # whatever a library raises when it is captured
+        except Exception as error:  # a library may raise anything during capture
             self.graph, self.kept = None, []
             self.why_not = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
-            torch.cuda.synchronize()  # raises where the failed capture has broken the context
+            torch.cuda.synchronize()  # raises if the failed capture broke the context
 
     def _capture(self, count: int) -> None:
         stream = torch.cuda.Stream()
@@ -73,16 +74,16 @@ class Timer:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for n in range(count):
                 result = self.calls[n % sets].run()
-                # outputs of the last round of sets live: each writes memory of its own
+                # keep the outputs of the last round, so that each set writes its own memory
                 kept = [*kept, result][-sets:]
         torch.cuda.synchronize()
         self.graph, self.kept, self.per_graph = graph, kept, count
 
     def replayed(self, before: list[torch.Tensor]) -> Any:
-        """What set 0 gives when it is replayed from the state ``before``; None without a graph.
+        """The result of set 0, replayed from the state ``before``; None without a graph.
 
-        A capture that recorded nothing would be very fast, so this result is checked as well. What
-        the call returned is filled with NaN first: only the replay can have written it.
+        A capture that recorded nothing would be very fast, so this result is checked too. Before
+        the replay the call's outputs are filled with NaN: only the replay can have written them.
         """
         if self.graph is None:
             return None
@@ -103,11 +104,11 @@ class Timer:
         return result
 
     def use_events(self, why: str) -> None:
-        """Give the graph up, and say why."""
+        """Use events instead of the graph, and note why."""
         self.graph, self.first, self.kept, self.why_not = None, None, [], why
 
     def block(self, seconds: float, least: int, most_seconds: float) -> list[float]:
-        """Seconds a call: of each replay, or of each call where events are used."""
+        """Seconds per call: of each replay, or of each call with events."""
         if self.graph is None:
             return self._events(seconds, least, most_seconds)
         first = self._replays(1)[0] * self.per_graph
@@ -133,7 +134,7 @@ class Timer:
         while (spent < seconds or len(samples) < least) and spent < most_seconds:
             whole = _events()
             whole[0].record()
-            torch.cuda._sleep(PAUSE_CYCLES)
+            torch_private.pause_device(PAUSE_CYCLES)
             pairs = []
             for _ in range(EVENT_CALLS):
                 pair = _events()
@@ -144,7 +145,7 @@ class Timer:
                 self.next += 1
             whole[1].record()
             torch.cuda.synchronize()
-            # the first follows the pause: its launch may still have been on its way
+            # drop the first, which follows the pause: its launch may have come late
             samples += [start.elapsed_time(end) * 1e-3 for start, end in pairs[1:]]
             spent += whole[0].elapsed_time(whole[1]) * 1e-3
         return samples

@@ -1,7 +1,8 @@
-"""A session in a process of its own, and the same interface for one that is not.
+"""A session in its own process, and the same interface for one in this process.
 
-A peer may write outside its memory, wait for ever, or end the process. Here that costs its own rows
-only: the process is ended, its last words go into the row, and a new one takes the next workload.
+A peer may write outside its memory, wait for ever, or end the process. Then it loses only its own
+rows: its process is ended, its last output goes into the row, and a new process takes the next
+workload.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ METHODS = ("start", "check", "time", "release", "prime", "compile")
 
 
 class WorkerError(Exception):
-    """The process is gone or did not answer; its text says how, with the last it wrote."""
+    """The process is gone or did not answer; the text has its last output."""
 
 
 class Local:
@@ -52,10 +53,10 @@ class Local:
 
 
 class Worker:
-    """A session in a process of its own. ``paths`` go in front of where it looks for modules.
+    """A session in its own process. ``paths`` are put before its module search path.
 
-    ``cold`` gives it an empty directory to compile into, so that its first call is a first call;
-    ``caches`` the directory of another.
+    ``cold`` gives it an empty compile cache, so that its first call really compiles; ``caches`` is
+    the compile cache of another session.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Worker:
         where = str(Path(sluice.__file__).parents[1])
         code = f"import sys; sys.path.insert(0, {where!r})\n"
         code += "from sluice.bench.worker import serve; serve()"
-        # a program of its own, not a copy of this one: nothing of the caller's is run again
+        # a new program, not a fork or a spawn: the caller's main module does not run again
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, json.dumps(what)],
@@ -102,7 +103,7 @@ class Worker:
             raise WorkerError(self._last_words()) from error
 
     def receive(self, timeout: float | None = None) -> Any:
-        """What the method returned. Raises ``WorkerError``; the process is then gone."""
+        """The method's result. Raises ``WorkerError``; the process is then gone."""
         try:
             if not self.pipe.poll(timeout):
                 self._end()
@@ -116,7 +117,7 @@ class Worker:
         return value
 
     def restart(self, graphs: bool = True) -> None:
-        """End the process and begin another; a timeout or a crash leaves nothing to go on with."""
+        """End the process and start another, as after a timeout or a crash."""
         self._end()
         self._begin(graphs)
 
@@ -149,9 +150,9 @@ class Worker:
 
 
 def serve() -> None:
-    """What the process does: one answer for each request, until the other side is gone.
+    """The process's main loop: one answer per request, until the other side is gone.
 
-    What a peer writes to stdout or stderr goes to the log, as all of this process does.
+    All output of the process, including a peer's, goes to the log.
     """
     what = json.loads(sys.argv[1])
     settings.for_peers(what["caches"], what["paths"])

@@ -4,7 +4,7 @@
 - ``sluice.compat.causal_conv1d``: causal-conv1d 1.6
 - ``sluice.compat.flashinfer``: FlashInfer 0.7.2
 
-States keep the layout upstream has, and are updated in place where upstream does so. Every option
-is honoured or refused by an error that names it; docs/compat.md lists which. None of the libraries
-is imported, and a CPU is as good as a GPU.
+States keep upstream's layout, and are updated in place where upstream does so. Every option is
+honoured, or refused by an error that names it; docs/compat.md lists them. None of the libraries is
+imported. All functions run on CPU and GPU.
 """

@@ -29,9 +29,9 @@ def causal_conv1d_fn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``causal_conv1d.causal_conv1d_fn``: y [B, D, T], and final states [B, D, W - 1] if asked.
 
-    ``seq_idx`` [B, T] keeps packed sequences apart; negative entries are padding and give zeros. As
-    upstream it stands alone: beside states it is refused. Its borders are read back to the host.
-    ``final_states_out`` is written in place; without ``return_final_states`` it is refused.
+    ``seq_idx`` [B, T] separates packed sequences; negative entries are padding and give zeros. As
+    upstream, it is refused together with states. The host reads its borders. ``final_states_out``
+    is written in place, and refused without ``return_final_states``.
     """
     op = "causal_conv1d_fn"
     act, W = common.silu_or_none(op, activation), weight.shape[1]
@@ -71,8 +71,8 @@ def causal_conv1d_update(
     """``causal_conv1d.causal_conv1d_update``: y like x; ``conv_state`` [P, D, L] in place.
 
     ``x`` is [B, D] or [B, D, T]. With ``cache_seqlens`` [B] the state is a ring, written from
-    column ``cache_seqlens % L`` on. Negative ``conv_state_indices`` are padding: zeros, and no
-    state is touched. No gradient, as upstream; asking for one raises.
+    column ``cache_seqlens % L`` on. Negative ``conv_state_indices`` are padding: the output is
+    zeros, and no state is touched. As upstream, there is no gradient; asking for one raises.
     """
     op = "causal_conv1d_update"
     act, W = common.silu_or_none(op, activation), weight.shape[1]
@@ -92,7 +92,7 @@ def causal_conv1d_update(
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """``causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states``: [N, D, state_len].
 
-    The last inputs of each packed sequence of ``x`` [T, D]; zeros before its first.
+    The last inputs of each packed sequence of ``x`` [T, D], with zeros before its first token.
     """
     starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     at = ends + torch.arange(-state_len, 0, device=x.device)
@@ -119,7 +119,7 @@ def _conv(
 def _packed(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, act: str | None
 ) -> Tensor:
-    """Sequences of equal ``seq_idx`` that are neighbours in a row, as one packed row."""
+    """Runs of equal ``seq_idx`` in each row as sequences of one packed row."""
     B, D, T = x.shape
     ok = seq_idx.shape == (B, T)
     need(ok, op, "seq_idx", f"shape {[B, T]}", f"shape {list(seq_idx.shape)}")
@@ -146,7 +146,7 @@ def _ring(
     slots: Tensor | None,
     act: str | None,
 ) -> Tensor:
-    """An update whose state is a ring: unroll what is read, write where the ring stands."""
+    """An update of a ring: unroll it to read, and write at its current position."""
     (B, D, T), L, W = x.shape, conv_state.shape[2], weight.shape[1]
     rows = torch.arange(B, device=x.device) if slots is None else slots.long()
     before = torch.arange(1 - W, 0, device=x.device) + at.long().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What the interfaces share: refusals, gates that upstream activates apart, upstream's checks."""
+"""Helpers of the three interfaces: refusals, renamed options, upstream's own checks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def need(ok: bool, op: str, argument: str, expected: str, got: object) -> None:
 
 
 def refuse(op: str, argument: str, value: object, expected: str = "None") -> None:
-    """Raise if an option without a counterpart here is used."""
+    """Raise if an option is used that has no counterpart here."""
     need(value is None, op, argument, expected, _shown(value))
 
 
 def no_more(op: str, options: Mapping[str, Any]) -> None:
-    """Raise for options that nobody knows: upstream would drop them without a word."""
+    """Raise for unknown options, which upstream would ignore silently."""
     for name, value in options.items():
         raise ContractError(op, name, "no such option", _shown(value))
 
 
 def silu_or_none(op: str, activation: object) -> str | None:
-    """Both names of SiLU, or None."""
+    """SiLU by either of its names, or None."""
     known = activation in (None, "silu", "swish")
     need(known, op, "activation", "None, 'silu' or 'swish'", repr(activation))
     return "silu" if activation else None
@@ -51,7 +51,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def fresh(state: Tensor | None, like: Tensor) -> Tensor | None:
-    """A copy of the initial states to work in: upstream returns new ones, never the caller's."""
+    """A copy of the initial states to update: upstream never writes the caller's."""
     if state is None:
         return None
     return state.detach().to(wide(like), copy=True, memory_format=torch.contiguous_format)

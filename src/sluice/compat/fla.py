@@ -1,7 +1,8 @@
 """flash-linear-attention's functions (0.6.0), served by sluice: with gradients, on CPU and GPU.
 
-Names, argument orders, defaults and return values are upstream's. States are ``[N, HV, K, V]``
-float32 (``state_v_first``: ``[N, HV, V, K]``) and always new: upstream never writes the caller's.
+Names, argument orders, defaults and return values are upstream's. States are float32
+``[N, HV, K, V]`` (``state_v_first``: ``[N, HV, V, K]``). As upstream, a call returns new states and
+never writes the caller's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sluice.compat import common
 from sluice.compat import fla_gates as gating
 from sluice.compat.common import need
 from sluice.compat.fla_conv import causal_conv1d, causal_conv1d_update
-from sluice.contract.problem import MAX_DECODE_TOKENS
+from sluice.contract.spec import MAX_DECODE_TOKENS
 
 __all__ = [
     "causal_conv1d",
@@ -93,10 +94,10 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule``, with gradients besides.
+    """``fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule``, here with gradients.
 
     ``gk`` [B, T, HV, K] is added to ``g``. Refused: ``gv`` (decay per value channel), a ``beta``
-    per value channel. Without ``beta`` it is 1 for every value head.
+    per value channel. ``beta`` is 1 for every value head if it is not given.
     """
     op = "fused_recurrent_gated_delta_rule"
     common.refuse(op, "gv", gv, "None: decay per value channel is not served")
@@ -113,7 +114,7 @@ def fused_recurrent_gated_delta_rule(
     need(gate is None or g is not None, op, "g", "the raw decay beside use_gate_in_kernel", None)
     g, beta, raw = gating.gates(op, g, beta, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if gk is not None:
-        if raw:  # two decays: activate here what the kernel would
+        if raw:  # gk is a finished log decay: activate g before adding it
             g, beta = gradients.log_decay(g, *gate), gradients.strength(beta, allow_neg_eigval)  # type: ignore[arg-type, misc]
             raw = {}
         g = gk if g is None else gk + g.unsqueeze(-1)
@@ -208,7 +209,7 @@ def fused_recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``fla.ops.kda.fused_recurrent_kda``, with gradients besides."""
+    """``fla.ops.kda.fused_recurrent_kda``, here with gradients."""
     op = "fused_recurrent_kda"
     v_first = common.rename(op, kwargs, "transpose_state_layout", "state_v_first", state_v_first)
     common.no_more(op, kwargs)
@@ -239,10 +240,10 @@ def _run(
     recompute: bool = True,
     graph: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One call: through autograd if it asks, else straight to a kernel."""
+    """One call: with gradients if autograd wants them, else the operator alone."""
     common.packed_rows(op, q, state, call.cu_seqlens)
     made = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    if q.dtype != made or k.dtype != made or v.dtype != made:  # upstream takes a mixture too
+    if q.dtype != made or k.dtype != made or v.dtype != made:  # upstream accepts mixed dtypes
         parts = (q.to(made), k.to(made), v.to(made))
         o, final = _run(
             op,
@@ -331,7 +332,7 @@ def _kda_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
 
 
 def _chunk_indices(op: str, given: Tensor | None, cu_seqlens: Tensor | None, size: int) -> None:
-    """Chunks are planned here: given ones must say the same (values are looked at on a CPU)."""
+    """sluice plans chunks itself: given ones must be equal (values are compared on a CPU)."""
     if given is None:
         return
     need(cu_seqlens is not None, op, "chunk_indices", "cu_seqlens beside it", None)
@@ -346,7 +347,7 @@ def _chunk_indices(op: str, given: Tensor | None, cu_seqlens: Tensor | None, siz
 
 
 def _static_borders(op: str, on: bool, most: int | None, cu_seqlens: Tensor | None) -> None:
-    """A captured graph has a fixed number of sequences; ours need no other preparation."""
+    """Check ``use_graph``: a captured graph has a fixed number of sequences."""
     need(on or most is None, op, "max_num_seqs", "use_graph beside it", most)
     if most is not None:
         N = None if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -15,7 +15,7 @@ from sluice.compat import common
 from sluice.compat.common import need
 
 WIDTHS = (2, 3, 4)
-"""Kernel widths that have kernels; others run in plain torch."""
+"""Conv widths that have a kernel; others run in plain torch."""
 
 
 def causal_conv1d(
@@ -35,9 +35,9 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """``fla.modules.causal_conv1d.causal_conv1d``: y, and the final state [N, D, W] or None.
 
-    ``residual`` is added behind the activation. Refused: ``cp_context``, a ``backend`` other than
-    upstream's default (sluice chooses its own kernel), ``chunk_indices`` (nothing needs them here),
-    and any keyword upstream does not have.
+    ``residual`` is added after the activation. Refused: ``cp_context``, a ``backend`` other than
+    upstream's default (sluice chooses its own kernel), ``chunk_indices`` (sluice needs none), and
+    any keyword upstream does not have.
     """
     op = "causal_conv1d"
     common.refuse(op, "cp_context", cp_context)
@@ -81,7 +81,7 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``fla.modules.causal_conv1d.causal_conv1d_update``: one token a row; ``cache`` in place.
+    """``fla.modules.causal_conv1d.causal_conv1d_update``: one token per row; ``cache`` in place.
 
     ``x`` is [N, D], [1, N, D] or [N, 1, D], ``cache`` [N, D, W]. No gradient, as upstream.
     """

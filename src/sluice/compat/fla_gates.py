@@ -1,7 +1,7 @@
-"""The gates of flash-linear-attention's functions: which are raw, and who activates them.
+"""The gates of flash-linear-attention's functions: which are raw, and where they are activated.
 
-The operators activate both gates or none. Where upstream activates one alone, or bounds the decay,
-it is done here, in float32.
+The operators activate both gates or none. Where upstream activates only one, or bounds the decay,
+this module does so, in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sluice.compat.common import need
 
 
 def gate_options(op: str, options: dict[str, Any]) -> tuple[Tensor, Tensor | None] | None:
-    """(A_log, dt_bias) if the gate is to be activated here, taken out of the options."""
+    """(A_log, dt_bias) if the gate is raw; both are removed from the options."""
     on = options.pop("use_gate_in_kernel", False)
     A_log, dt_bias = options.pop("A_log", None), options.pop("dt_bias", None)
     if on:
@@ -36,7 +36,7 @@ def gates(
     logits: bool,
     neg_eigval: bool,
 ) -> tuple[Tensor | None, Tensor, dict[str, Any]]:
-    """g and beta, and what a kernel needs to activate both; one alone is activated here."""
+    """g and beta, and the arguments to activate both; a single raw gate is activated here."""
     need(logits or not neg_eigval, op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel", neg_eigval)
     if gate is not None and logits:
         return g, beta, {"A_log": gate[0], "dt_bias": gate[1], "neg_eigval": neg_eigval}
@@ -48,7 +48,7 @@ def gates(
 def kda_gate(
     op: str, on: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> tuple[Tensor | None, Tensor | None, float | None] | None:
-    """(A_log, dt_bias, lower_bound) if the gate is to be activated here."""
+    """(A_log, dt_bias, lower_bound) if the gate is raw."""
     if not on:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             common.refuse(op, name, value, "None without use_gate_in_kernel")
@@ -82,7 +82,7 @@ def kda_gates(
 
 
 def bounded(op: str, g: Tensor, bound: float) -> None:
-    """A promise of the caller's: gates that are activated already are bounded (seen on a CPU)."""
+    """Check, on a CPU, the caller's promise that activated gates keep the bound."""
     if g.device.type == "cpu" and g.numel():
         least = float(g.detach().min())
         need(least >= bound * 1.01, op, "g", f"gates of at least lower_bound={bound}", least)

@@ -1,8 +1,8 @@
 """FlashInfer's gated delta functions (0.7.2), served by sluice, on CPU and GPU.
 
 States are ``[.., HV, V, K]``, K last. Prefill takes the decay itself ("linear space": alpha in
-(0, 1], not its logarithm); decode takes raw gates. Padding rows (negative indices) follow sluice's
-one rule: zeros out, no state read or written, whatever the state's dtype.
+(0, 1], not its logarithm); decode takes raw gates. Padded rows (negative indices) follow sluice's
+rule: the output is zeros, and no state is read or written, whatever the state's dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from sluice import ops
 from sluice.compat import common
 from sluice.compat.common import need
-from sluice.contract.problem import MAX_DECODE_TOKENS
+from sluice.contract.spec import MAX_DECODE_TOKENS
 from sluice.settings import validating
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 SMALLEST_DECAY = 1e-30
-"""exp(g) below this is 0 for every purpose; its logarithm stays finite."""
+"""A smaller decay counts as this one, so that its logarithm stays finite."""
 
 
 def chunk_gated_delta_rule(
@@ -55,7 +55,7 @@ def chunk_gated_delta_rule(
 
     ``q, k, v`` [T, heads, D] packed by ``cu_seqlens`` (required); ``g`` (alpha, not its log) and
     ``beta`` [T, max(HQ, HV)], ones by default. With more query than value heads each query head has
-    a state of its own, and k and v are repeated. ``state_indices`` makes ``initial_state`` and
+    its own state, and k and v are repeated. ``state_indices`` makes ``initial_state`` and
     ``output_state`` pools. Checkpoints are written for every ``checkpoint_every_n_tokens``, from
     the start of each sequence. Refused: ``use_cp`` and ``backend`` other than "auto",
     ``_cp_chunk_len``: sluice splits sequences by its own rule. No gradient, as upstream.
@@ -71,7 +71,7 @@ def chunk_gated_delta_rule(
     _checkpoint_arguments(op, every, state_checkpoints, checkpoint_cu_starts)
     _longest(op, max_seqlen, cu_seqlens)
     T, N, H = q.shape[0], cu_seqlens.shape[0] - 1, max(q.shape[1], v.shape[1])
-    if q.shape[1] > v.shape[1]:  # a state for each query head
+    if q.shape[1] > v.shape[1]:  # one state per query head
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
     g = None if g is None else _log_of(op, g, (T, H))
     if beta is None:
@@ -93,7 +93,7 @@ def chunk_gated_delta_rule(
         v,
         g,
         beta,
-        scale=scale or None,  # upstream reads 0.0 as "the default" too
+        scale=scale or None,  # for upstream too, 0.0 means the default
         normalize_qk=use_qk_l2norm_in_kernel,
         state=pool,
         slots=slots,
@@ -138,7 +138,7 @@ def gated_delta_rule_decode_pretranspose(
     """``flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose``: o [B, T, HV, V], and states.
 
     ``state`` [B, HV, V, K], or a pool ``initial_state`` with ``initial_state_indices`` [B] (and
-    ``output_state_indices`` where the write goes elsewhere), is updated in place unless
+    ``output_state_indices`` to write elsewhere), is updated in place unless
     ``disable_state_update``. T may be more than 1 with either. Refused: ``backend`` other than
     "auto"; state and pool together.
     """
@@ -191,12 +191,12 @@ def gated_delta_rule_mtp(
     replayssm_g: Tensor | None = None,
     replayssm_beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``flashinfer.gdn_decode.gated_delta_rule_mtp``: T draft tokens a row from a pool of states.
+    """``flashinfer.gdn_decode.gated_delta_rule_mtp``: T draft tokens per row, from a pool.
 
     ``intermediate_states_buffer`` [>= B, >= T, HV, V, K] receives the state after each token;
     ``ssm_state_indices`` [B, T] puts it into the pool instead, and then nothing else is written.
-    ``disable_state_update`` defaults to True, as upstream still has it, with a warning. Refused:
-    ``cache_replayssm`` and its buffers (``sluice.verify`` and ``commit`` do that).
+    ``disable_state_update`` defaults to True with a warning, as upstream. Refused:
+    ``cache_replayssm`` and its buffers (use ``sluice.verify`` and ``commit``).
     """
     op = "gated_delta_rule_mtp"
     need(not cache_replayssm, op, "cache_replayssm", "False", cache_replayssm)
@@ -247,7 +247,7 @@ def _decode(
     per_token: Tensor | None,
     frozen: bool,
 ) -> tuple[Tensor, Tensor]:
-    """T tokens a row: in one call, or, where each token's state is kept, one after another."""
+    """T tokens per row: in one call, or one by one if each token's state is kept."""
     q, k, v, a, b = tokens
     B, T = q.shape[:2]
     given: dict[str, Any] = {"scale": options[0], "normalize_qk": options[1]}
@@ -284,7 +284,7 @@ def _decode(
 
 
 def _scatter(pool: Tensor, slots: Tensor, S: Tensor) -> None:
-    """Write rows to their slots; negative ones nowhere."""
+    """Write rows to their slots; rows with negative slots are dropped."""
     live = slots >= 0
     pool[slots[live]] = S[live].to(pool.dtype)
 
@@ -307,7 +307,7 @@ def _prefill_pool(
     keep: bool,
     indices: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The states the call works in, and its slots: the caller's pool where it is the same twice."""
+    """The states to update, and their slots; the caller's pool if input and output are the same."""
     tail = (H, v.shape[2], q.shape[2])
     if indices is not None:
         need(indices.shape == (N,), op, "state_indices", f"shape {[N]}", list(indices.shape))
@@ -332,7 +332,7 @@ def _prefill_pool(
 def _store(
     out: Tensor, pool: Tensor, slots: Tensor | None, indices: Tensor | None, cu_seqlens: Tensor
 ) -> None:
-    """Final states to the caller's buffer; rows of empty sequences stay what they were."""
+    """Copy final states to the caller's buffer, except rows of empty sequences."""
     if pool.data_ptr() == out.data_ptr():
         return
     N = cu_seqlens.shape[0] - 1
@@ -351,7 +351,7 @@ def _with_checkpoints(
     kept: Tensor,
     starts: Tensor,
 ) -> tuple[Tensor, Tensor, ops.Checkpoints]:
-    """A pool with room for the checkpoints behind the states, and where each goes."""
+    """A pool with room for the checkpoints after the states, and the slot of each."""
     rows = pool[:N] if slots is None else pool[slots.long()]
     room = rows.new_zeros(len(kept), *rows.shape[1:])
     column = torch.arange(max(T // every, 1), device=pool.device)
@@ -372,14 +372,14 @@ def _checkpoint_arguments(op: str, every: int, kept: Tensor | None, starts: Tens
 
 
 def _longest(op: str, most: int | None, cu_seqlens: Tensor) -> None:
-    """A hint that nothing here needs; where values may be looked at it must be true."""
+    """Check ``max_seqlen`` where values are checked; sluice does not need it."""
     if most is not None and (cu_seqlens.device.type == "cpu" or validating()):
         longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
         need(most >= longest, op, "max_seqlen", f"at least {longest}", most)
 
 
 def _log_of(op: str, alpha: Tensor, size: tuple[int, int]) -> Tensor:
-    """The logarithm of a decay. Negative values are a logarithm already: the usual mistake."""
+    """The logarithm of a decay; refuses negative values, which must be a log decay."""
     ok = tuple(alpha.shape) == size
     need(ok, op, "g", f"shape {list(size)}", f"shape {list(alpha.shape)}")
     if alpha.device.type == "cpu" or validating():

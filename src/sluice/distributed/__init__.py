@@ -2,8 +2,8 @@
 
 ``parallelize`` divides a layer's heads; ``prefill``, ``conv_qkv``, ``causal_conv1d`` and
 ``forward`` run sequences that lie on several ranks; ``move`` and ``reshard`` bring state from one
-set of ranks to another. ``Ranks`` are who takes part, ``Split`` says whose tokens are whose.
-docs/distributed.md tells what is exchanged.
+set of ranks to another. ``Ranks`` is the group of processes, and ``Split`` says which tokens each
+one holds. docs/distributed.md describes what is exchanged.
 """
 
 from sluice.distributed.conv import causal_conv1d, conv_qkv

@@ -1,7 +1,7 @@
-"""The convolution over sequences that lie on several ranks: the tails before each border travel.
+"""The convolution over sequences that lie on several ranks: ranks exchange their last inputs.
 
-A window of the last L raw inputs is all that a token needs of the ones before it, so one exchange
-of L columns a rank, made before anything is computed, lets every rank run its tokens in one call.
+A token needs only the last L raw inputs before it. So one exchange of L columns per rank, before
+anything is computed, lets every rank run its tokens in one call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sluice.doctor import explain
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """:func:`sluice.causal_conv1d` over tokens of which each rank holds a part.
+    """:func:`sluice.causal_conv1d` over tokens that are divided over ranks.
 
     Args:
         x: [B, T, D], this rank's tokens, or packed [T, D] or [1, T, D]; weight and bias as always.
@@ -33,7 +33,7 @@ def causal_conv1d(
             ``activation`` and ``backend`` as in the operator.
 
     Returns:
-        y, as x; and the state, a fresh [N, D, W - 1] where none was given.
+        y, with the shape of x; and the state, a new [N, D, W - 1] without ``state``.
     """
     tails, own = _exchanged("causal_conv1d", x, weight, bias, options)
     y, _ = ops.causal_conv1d(x, weight, bias, **tails.where(), **own)
@@ -43,12 +43,12 @@ def causal_conv1d(
 def conv_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """:func:`sluice.conv_qkv` over tokens of which each rank holds a part.
+    """:func:`sluice.conv_qkv` over tokens that are divided over ranks.
 
     Args:
         x: [B, T, D], this rank's tokens, or packed [T, D] or [1, T, D]; weight and bias as always.
-        options: those of :func:`causal_conv1d` here, and those of :func:`sluice.conv_qkv` that
-            name heads, gates and norm; ``a`` and ``b`` are this rank's.
+        options: those of :func:`causal_conv1d` here, and the options of :func:`sluice.conv_qkv`
+            for heads, gates and norm; ``a`` and ``b`` are this rank's.
 
     Returns:
         q, k, v, g, beta of this rank's tokens.
@@ -60,9 +60,9 @@ def conv_qkv(
 
 
 class Tails:
-    """One rank's windows: what it sends, what it makes of what came, and what it leaves.
+    """One rank's windows: the one it sends, the ones it receives, and the final ones.
 
-    Nothing here communicates but :meth:`deliver`.
+    Only :meth:`deliver` communicates.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Tails:
         self.rows = PoolRows(op, state, n, slots, write_slots, has_state, pad_slot)
         self.n = 1 if split.packed else B
         self.here = self._sequences(range(self.part.first, self.part.last))
-        # raw inputs are never rounded on their way over a border, nor is a wider history
+        # wide enough for both: neither inputs nor state are rounded on their way to another rank
         dtype = torch.promote_types(x.dtype, state.dtype)
         self.windows = torch.zeros(len(self.here), D, self.L, dtype=dtype, device=x.device)
         begins = self._sequences(self.part.begins)
@@ -117,7 +117,7 @@ class Tails:
         return of_part if self.split.packed else range(len(of_part) * self.n)
 
     def message(self) -> Tensor:
-        """[n, D, L]: the last raw inputs of the sequence that goes out; zeros if none does."""
+        """[n, D, L]: the last raw inputs of the outgoing sequence; zeros if there is none."""
         part = self.part
         if not part.outgoing:
             return self.windows.new_zeros(self.n, *self.windows.shape[1:])
@@ -126,7 +126,7 @@ class Tails:
         return torch.cat([self.windows[-self.n :, :, inputs:], tail], dim=2)
 
     def arrived(self, messages: Tensor) -> None:
-        """Make the window of the sequence that comes in; ``messages`` [R, n, D, L]."""
+        """Make the window of the incoming sequence from ``messages`` [R, n, D, L]."""
         part = self.part
         if not part.incoming:
             return
@@ -139,7 +139,7 @@ class Tails:
         self.windows[: self.n] = window
 
     def where(self) -> dict[str, Any]:
-        """The options with which an operator finds the windows, and updates them."""
+        """The options by which an operator reads and updates the windows."""
         where: dict[str, Any] = {"state": self.windows}
         if self.split.packed:
             cpu = torch.tensor(self.part.bounds, dtype=torch.int64)
@@ -151,7 +151,7 @@ class Tails:
         return where
 
     def deliver(self) -> Tensor:
-        """Leave the final windows where they were asked for; the pool."""
+        """Send the final windows to the ranks that keep them; returns the pool."""
         ends = self._sequences(self.part.ends)
         finals = {i: self.windows[row] for row, i in enumerate(self.here) if i in ends}
         like = self.windows.new_empty(self.windows.shape[1:])
@@ -164,7 +164,7 @@ class Tails:
 def _exchanged(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tails, dict[str, Any]]:
-    """Agree, and exchange tails; the operator's own options are returned."""
+    """Agree and exchange tails; returns the operator's own options."""
     name = f"distributed.{op}"
     ranks = options.get("ranks")
     if not isinstance(ranks, Ranks):
@@ -195,7 +195,7 @@ def _exchanged(
 
 
 def _batched(own: dict[str, Any], x: Tensor) -> dict[str, Any]:
-    """Packed gates with their batch dimension, as ``explain`` is given x."""
+    """Add a batch dimension to packed gates, to match the x given to ``explain``."""
     if x.dim() == 3:
         return own
     return {k: v.unsqueeze(0) if k in ("a", "b") and v is not None else v for k, v in own.items()}

@@ -1,4 +1,4 @@
-"""Final states, sent from the ranks where sequences end to those that asked for them."""
+"""Send final states from the ranks where sequences end to the ranks that asked for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Deliver = Literal["end", "all"] | int
 
 
 def check_deliver(op: str, deliver: Deliver, ranks: int) -> None:
-    """Refuse what is neither a rank nor one of the two words."""
+    """Refuse a ``deliver`` that is neither a rank nor "end" or "all"."""
     if deliver in ("end", "all"):
         return
     if isinstance(deliver, bool) or not isinstance(deliver, int) or not 0 <= deliver < ranks:
@@ -31,10 +31,10 @@ def delivered(
     rows: int,
     deliver: Deliver,
 ) -> dict[int, Tensor]:
-    """Final states by sequence, for this rank to keep: the bits of the rank that made them.
+    """The final states that this rank keeps, by sequence, with the bits of the rank that made them.
 
-    ``finals`` are those made here; ``like`` has the shape, dtype and device of one. ``rows`` of a
-    batch end together, on one rank.
+    ``finals`` are the states made here; ``like`` has the shape, dtype and device of one. All
+    ``rows`` of a batch end on the same rank.
     """
     if deliver == "end":
         return finals

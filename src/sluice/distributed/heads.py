@@ -1,8 +1,8 @@
 """Heads over ranks (tensor parallel): each rank has some key heads, their value heads and states.
 
-Everything between the input projections and the output projection is per head, so a rank needs no
-other for it. The output projection is divided by columns, and its partial results are summed: one
-all-reduce a layer.
+Everything between the input projections and the output projection is per head and needs no other
+rank. The output projection is divided by columns, and one all-reduce per layer sums the partial
+results.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sluice.contract.errors import ContractError, SluiceError
 from sluice.distributed.ranks import Group, Ranks, group_of
 from sluice.distributed.weights import join_weights
 from sluice.layers import GatedDeltaNet, QwenShape, shard_weights
-from sluice.layers.weights import LAYERS, is_known, shape_of
+from sluice.layers.weights import ACCELERATED_SHAPE, LAYERS, is_known, shape_of
 from sluice.settings import validating
 
 _WHOLE, _RANKS = "_sluice_whole", "_sluice_ranks"  # attributes of a divided layer
-_ACCELERATED = "_sluice_shape"  # of a layer that sluice.accelerate has seen
+
 
 
 class SummedLinear(nn.Linear):
-    """A rank's columns of a linear layer; the results of all ranks are summed."""
+    """A rank's columns of a linear layer, and the sum over ranks."""
 
     def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
         nn.Module.__init__(self)
@@ -39,7 +39,7 @@ class SummedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """The whole layer's output, on every rank.
 
-        On a CPU, and inside ``sluice.validate()``, ranks first agree on its shape and dtype.
+        On a CPU, and inside ``sluice.validate()``, the ranks first agree on shape and dtype.
         """
         y = nn.functional.linear(x, self.weight)
         if torch.is_grad_enabled() and y.requires_grad:
@@ -58,24 +58,24 @@ def parallelize(
     """Divide a gated delta layer's heads over the ranks of ``mesh``, in place.
 
     Rank i keeps the i-th share of the key heads with their value heads: the rows of each projection
-    (Q, K and V each, in either order), conv channels, ``A_log``, ``dt_bias``, and the columns of
-    the output projection; the norm's weight is shared by all heads and stays whole. States are then
-    those of the share: ``layer.zero_states``, or a pool for ``layer.shape``. Hidden states are the
-    same on every rank, going in and coming out. Afterwards ``load_state_dict`` takes a whole
-    layer's weights as well as a share's.
+    (of Q, K and V each, in either order), conv channels, ``A_log``, ``dt_bias``, and the columns of
+    the output projection. All heads share the norm's weight, so it stays whole. States then have
+    the heads of the share: use ``layer.zero_states``, or a pool for ``layer.shape``. Input and
+    output hidden states are the same on every rank. Afterwards ``load_state_dict`` takes the
+    weights of a whole layer or of a share.
 
     Args:
         layer: a :class:`GatedDeltaNet`, or a transformers layer that ``accelerate`` knows (divide
-            it first, accelerate it then); with the same weights on every rank, or on "meta".
+            it first, then accelerate it); with the same weights on every rank, or on "meta".
         mesh: a ``DeviceMesh`` of one dimension (``mesh["tp"]``), a process group, or None for all.
-        ranks: to use instead of making one. timeout: of the one that is made.
+        ranks: a :class:`Ranks` to use; by default one is made. timeout: of that one.
 
     Returns:
         ``layer`` itself.
 
     Raises:
-        ContractError: another kind of layer, one already divided or accelerated, a number of ranks
-            that does not divide the key heads. RankError: the ranks' layers differ.
+        ContractError: an unknown kind of layer, one already divided or accelerated, a number of
+            ranks that does not divide the key heads. RankError: the ranks' layers differ.
     """
     ranks = Ranks(mesh, timeout=timeout) if ranks is None else ranks
     with ranks.agreement("parallelize") as facts:
@@ -118,9 +118,9 @@ class HeadParallel(ParallelStyle):
 
 
 def plan(model: nn.Module, *, timeout: float = 60.0) -> dict[str, ParallelStyle]:
-    """A plan for ``parallelize_module``: every gated delta layer of ``model``, one style for all.
+    """A plan for ``parallelize_module`` with every gated delta layer of ``model``.
 
-    Merge it with a plan for the other layers. Raises ContractError where there are none.
+    Merge it with a plan for the other layers. Raises ContractError if the model has no such layer.
     """
     style = HeadParallel(timeout=timeout)
     found: dict[str, ParallelStyle] = {
@@ -135,7 +135,7 @@ def plan(model: nn.Module, *, timeout: float = 60.0) -> dict[str, ParallelStyle]
 
 
 def whole_shape(layer: nn.Module) -> QwenShape:
-    """The shape a divided layer had before."""
+    """The shape of a divided layer before it was divided."""
     shape = layer.__dict__.get(_WHOLE)
     if not isinstance(shape, QwenShape):
         expected = "a layer that parallelize has divided"
@@ -144,7 +144,7 @@ def whole_shape(layer: nn.Module) -> QwenShape:
 
 
 def gather_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The whole layer's state dict, on every rank: bit for bit what was divided."""
+    """The whole layer's state dict on every rank, bit for bit as before the division."""
     whole, ranks = whole_shape(layer), layer.__dict__[_RANKS]
     mine = layer.state_dict()
     with ranks.agreement("gather_weights") as facts:
@@ -160,7 +160,7 @@ def _whole_shape(layer: nn.Module) -> QwenShape:
     if not isinstance(layer, GatedDeltaNet) and not is_known(layer):
         expected = f"GatedDeltaNet, or one of {', '.join(LAYERS)}"
         raise ContractError("parallelize", "layer", expected, type(layer).__name__)
-    for attribute, done in ((_WHOLE, "divided"), (_ACCELERATED, "accelerated")):
+    for attribute, done in ((_WHOLE, "divided"), (ACCELERATED_SHAPE, "accelerated")):
         if attribute in layer.__dict__:
             raise ContractError("parallelize", "layer", f"one not yet {done}", "one that is")
     shape = layer.shape if isinstance(layer, GatedDeltaNet) else shape_of(layer)
@@ -173,7 +173,7 @@ def _whole_shape(layer: nn.Module) -> QwenShape:
 
 
 def _resize(layer: nn.Module, local: QwenShape) -> None:
-    """What modules know of their own sizes."""
+    """Update the sizes that modules store as attributes."""
     for child in layer.children():
         if isinstance(child, nn.Linear):
             child.out_features, child.in_features = child.weight.shape
@@ -189,7 +189,7 @@ def _resize(layer: nn.Module, local: QwenShape) -> None:
 
 
 def _divide_loaded(layer: nn.Module, weights: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Before weights are loaded: a whole layer's become this rank's."""
+    """Hook before loading: cut a whole layer's weights to this rank's share."""
     whole, ranks = whole_shape(layer), layer.__dict__[_RANKS]
     found = weights.get(f"{prefix}A_log")
     if found is None or found.shape[0] != whole.num_v_heads or ranks.size == 1:

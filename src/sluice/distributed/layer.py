@@ -37,16 +37,16 @@ def forward(
     exchange: Exchanging = "auto",
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``layer(hidden_states)`` for this rank's tokens of sequences that lie on several.
+    """``layer(hidden_states)`` for this rank's tokens of sequences that lie on several ranks.
 
-    Two exchanges: conv tails, and transitions. Every rank holds the whole layer, or its heads of
-    one (:func:`sluice.distributed.parallelize` over another dimension of the mesh).
+    It makes two exchanges: conv tails, and transitions. Every rank holds the whole layer, or its
+    own heads (:func:`sluice.distributed.parallelize` over another dimension of the mesh).
 
     Args:
         hidden_states: [B, T, hidden], this rank's tokens; packed [T, hidden] or [1, T, hidden].
-        conv_state: [P, D, L]. state: [P, HV, V, K]. Both or neither, as the layer takes them;
-            without, sequences start from zero and no state is kept.
-        ranks: and all other options as in :func:`sluice.distributed.prefill`.
+        conv_state: [P, D, L]. state: [P, HV, V, K]. Both or neither, as in the layer's forward;
+            without them, sequences start from zero and no state is kept.
+        ranks: this and all other options as in :func:`sluice.distributed.prefill`.
 
     Returns:
         the layer's output for this rank's tokens.

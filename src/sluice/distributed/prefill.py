@@ -48,35 +48,36 @@ def prefill(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`sluice.prefill` over tokens of which each rank holds a part.
+    """:func:`sluice.prefill` over tokens that are divided over ranks.
 
     Every rank of ``ranks`` calls it with its own tokens and the same ``split``. One exchange of
-    exact transitions joins the parts; ``ranks.costs()["prefill.transitions"]`` says what it cost.
+    exact transitions joins the parts; ``ranks.costs()["prefill.transitions"]`` has its cost.
 
     Args:
         q: [B, T, HQ, K], this rank's tokens; packed [T, HQ, K] or [1, T, HQ, K] where ``split`` has
             ``cu_seqlens``. k, v, g, beta and the options up to ``neg_eigval`` as in
             :func:`sluice.prefill`, all four rules, decay per head or per key.
-        ranks: who takes part. split: which tokens are whose.
-        state: [P, HV, V, K] or [P, HV, K, V], this rank's pool, or None. A sequence's initial state
-            is read on the rank where it begins, its final one written where it is delivered; no
-            other row is touched. None: zeros at first, and a fresh [N, HV, V, K] is returned.
-        slots: [N], for all N sequences of the whole: their rows in this rank's pool; row i by
-            default. ``write_slots`` and ``has_state`` likewise, ``pad_slot`` as always. Lists, or
-            tensors, which are read on the host.
+        ranks: the processes that take part. split: which tokens each of them holds.
+        state: [P, HV, V, K] or [P, HV, K, V], this rank's pool, or None. The rank where a sequence
+            begins reads its initial state; the ranks named by ``deliver`` write its final state. No
+            other row is touched. None: zeros at first, and a new [N, HV, V, K] is returned.
+        slots: [N], for all N sequences of all ranks: their rows in this rank's pool; row i by
+            default. ``write_slots`` and ``has_state`` likewise; ``pad_slot`` as in ``prefill``.
+            Lists, or tensors, which are read on the host.
         deliver: "end" (each final state on the rank where its sequence ends), "all", or one rank.
-        method: how outputs behind a border are made: "correct" (one pass) or "rerun" (two passes;
-            outputs round as one device's do). docs/distributed.md compares them.
+        method: how to compute outputs after a border: "correct" (one pass) or "rerun" (two passes;
+            outputs are rounded as on one device). docs/distributed.md compares them.
         exchange: "gather" (one all-gather), "scan" (log R steps of one message each), or "auto":
-            the former up to 8 ranks.
-        layout: "bthd" or "bhtd". batch_invariant, backend: of every operator call inside.
+            "gather" on up to 8 ranks.
+        layout: "bthd" or "bhtd". batch_invariant, backend: for every operator call inside.
 
     Returns:
         o for this rank's tokens, as :func:`sluice.prefill` shapes it; and ``state``.
 
     Raises:
         ContractError: an argument does not keep the contract.
-        RankError: another rank is gone, refused its arguments, or has others. No state is written.
+        RankError: another rank is gone, refused its arguments, or has different ones. No state is
+            written.
     """
     with ranks.agreement(OP) as facts:
         call = _canonical(q, k, v, g, beta, A_log, dt_bias, layout)
@@ -121,10 +122,10 @@ def prefill_segments(
     layout: str = "bthd",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`prefill` with every rank's share run on this device, one after the other.
+    """:func:`prefill` with the shares of all ranks run on this device, one after the other.
 
-    The same arithmetic as on R ranks, without communication: to check it, and to time it. The
-    arguments hold all tokens; ``options`` are ``scale``, ``normalize_qk``, ``neg_eigval``,
+    The arithmetic is that of R ranks, without communication, for checks and timings. The arguments
+    hold all tokens; ``options`` are ``scale``, ``normalize_qk``, ``neg_eigval``,
     ``batch_invariant`` and ``backend``.
 
     >>> import torch, sluice
@@ -156,7 +157,7 @@ def prefill_segments(
 
 
 class _Pool(NamedTuple):
-    """The pool as given (or made), and its rows in the "vk" layout."""
+    """The given or new pool, and its rows in the "vk" layout."""
 
     state: Tensor
     rows: PoolRows
@@ -204,7 +205,7 @@ def _restored(o: Tensor, q: Tensor, layout: str) -> Tensor:
 def _check_share(
     call: Call, split: Split, ranks: Ranks, deliver: Deliver, method: str, exchange: str
 ) -> None:
-    """What the operator cannot see."""
+    """Check what the operator does not: the rank's share of the split."""
     if split.ranks != ranks.size:
         raise ContractError(OP, "split", f"parts for {ranks.size} ranks", split.ranks)
     check_deliver(OP, deliver, ranks.size)
@@ -228,7 +229,7 @@ def _pool(
     pad_slot: int,
     state_layout: str,
 ) -> _Pool:
-    """Check the call as the operator would, and find or make its pool."""
+    """Check the call as the operator would; return its pool, or make one."""
     if split.packed and call.q.shape[0] != 1:
         expected = "one packed row, since split has cu_seqlens"
         raise ContractError(OP, "q", expected, f"{call.q.shape[0]} rows")
@@ -254,7 +255,7 @@ def _pool(
 
 
 def _facts(call: Call, split: Split, rows: PoolRows) -> dict[str, Any]:
-    """What must be the same on every rank."""
+    """The facts that must be the same on every rank."""
     (B, _, HQ, K), (HV, V) = call.q.shape, call.v.shape[2:]
     return {
         "rows": B,

@@ -1,10 +1,10 @@
-"""Ranks: the processes of a group, that they agree before they exchange, and what it cost.
+"""Ranks: the processes of a group, their agreement before an exchange, and what exchanges cost.
 
-A collective that is called with different shapes on two ranks does not fail: gloo aborts the
-process, NCCL waits for ever. So every operation here first exchanges one short text on the host
-(``agreement``) which says what each rank is about to do, and each rank raises the same error when
-these differ or when one of them refused its arguments. That exchange runs on a gloo group of our
-own, with a timeout: a rank that died is an error on the others, and a GPU is never waited for.
+A collective with different shapes on two ranks does not fail cleanly: gloo aborts the process, and
+NCCL waits for ever. So every operation here first exchanges one short text on the host
+(``agreement``) that says what each rank is about to do. All ranks raise the same error if the texts
+differ or one rank refused its arguments. This exchange uses a gloo group of its own, with a
+timeout: a rank that died becomes an error on the others, and no rank waits for a GPU.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from sluice.contract.errors import ContractError, SluiceError
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
-# torch 2.13 renames it
+# torch 2.13 renamed it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-TEXT = 2048  # bytes of an agreement: one size, whatever is said
+TEXT = 2048  # bytes of an agreement, whatever its text
 
 
 class RankError(SluiceError, RuntimeError):
-    """Another rank is gone, refused its arguments, or was called with something else."""
+    """Another rank is gone, refused its arguments, or made a different call."""
 
 
 @dataclass(frozen=True)
 class Exchange:
     """One exchange between ranks, as this rank saw it.
 
-    ``sent`` and ``received`` are bytes to and from other ranks. ``seconds`` waits for the device
-    when the exchange ran on one.
+    ``sent`` and ``received`` are bytes to and from other ranks. Reading ``seconds`` waits for the
+    device if the exchange ran on one.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """From the call to the arrival of the last message; waiting for slower ranks is in it."""
+        """From the call to the arrival of the last message, including the wait for slower ranks."""
         if isinstance(self._from, float):
             return float(self._to - self._from)
         self._to.synchronize()
@@ -64,7 +64,7 @@ class Exchange:
 
 
 class Cost(NamedTuple):
-    """What all exchanges of one name cost together."""
+    """The total cost of all exchanges of one name."""
 
     calls: int
     sent: int
@@ -75,20 +75,20 @@ class Cost(NamedTuple):
 class Ranks:
     """The ranks that share a computation.
 
-    Making one is collective: every rank of ``group`` does it, in the same order as others. The
-    gloo group behind it is made once for the same ranks and timeout. After a rank was lost it stays
-    unusable: destroy the process group, and begin again with the ranks that are left.
+    Creating one is collective: every rank of ``group`` does it, in the same order. Its gloo group
+    is created once per set of ranks and timeout. After the loss of a rank it stays unusable:
+    destroy the process group, and start again with the ranks that are left.
 
     Args:
         group: a process group, a one-dimensional ``DeviceMesh`` (``mesh["cp"]``), or None for all
-            ranks. CPU tensors travel on a gloo group made here, others on ``group`` itself.
-        timeout: seconds after which a rank that does not answer is an error. On a GPU it bounds
-            the agreement before each exchange; NCCL's own timeout bounds the exchange itself.
-        history: how many exchanges are remembered, see :meth:`costs`.
+            ranks. CPU tensors travel over the gloo group, others over ``group`` itself.
+        timeout: seconds after which a rank that does not answer is an error. On a GPU it limits
+            the agreement before each exchange; NCCL's own timeout limits the exchange itself.
+        history: how many exchanges :meth:`costs` remembers.
 
     Raises:
-        ContractError: a mesh of more dimensions.
-        RankError: the others were not there within the timeout.
+        ContractError: a mesh of more than one dimension.
+        RankError: another rank did not answer within the timeout.
     """
 
     def __init__(self, group: Group = None, *, timeout: float = 60.0, history: int = 256) -> None:
@@ -106,17 +106,17 @@ class Ranks:
             self._host = _host_group(self.group, timeout)
 
     def __deepcopy__(self, memo: object) -> Ranks:
-        """A copy of a divided layer has the same ranks."""
+        """A copy of a divided layer keeps the same ranks."""
         return self
 
     # ---- agreement ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def agreement(self, op: str) -> Iterator[dict[str, Any]]:
-        """All ranks are about to do ``op`` with equal facts, or every one of them raises.
+        """Make sure that all ranks are about to do ``op`` with equal facts; else all of them raise.
 
-        Put the facts into the mapping and check arguments inside the block: an error raised there
-        is raised on this rank, and reported by the others as its refusal.
+        Put the facts into the mapping and check arguments inside the block. An error in the block
+        is raised on this rank, and the other ranks report it as this rank's refusal.
         """
         facts: dict[str, Any] = {}
         try:
@@ -127,7 +127,7 @@ class Ranks:
         self.agree(op, facts)
 
     def agree(self, op: str, facts: Mapping[str, Any]) -> None:
-        """Raise :class:`RankError` on every rank where any rank has other facts."""
+        """Raise :class:`RankError` on every rank if any rank has different facts."""
         said = self.tell(op, lambda: {name: str(value) for name, value in facts.items()})
         differ = [
             f"{name}: expected {said[0].get(name)} (rank 0), got {other.get(name)} (rank {rank})"
@@ -139,10 +139,10 @@ class Ranks:
             raise RankError(f"{op}: expected the same on every rank; {'; '.join(differ[:4])}")
 
     def tell(self, op: str, say: Callable[[], Mapping[str, str]]) -> list[dict[str, str]]:
-        """What every rank says, by rank: one all-gather of a short text on the host.
+        """The texts of all ranks, in order of rank: one all-gather on the host.
 
-        An error in ``say`` is raised here, and reported by the others as this rank's refusal. The
-        number of the call is told too, so that ranks out of step find out.
+        An error in ``say`` is raised here, and the other ranks report it as this rank's refusal.
+        The text includes the number of the call, so ranks that are out of step notice.
         """
         try:
             mine = dict(say())
@@ -175,7 +175,7 @@ class Ranks:
     # ---- exchanges ------------------------------------------------------------------------------
 
     def all_gather(self, name: str, x: Tensor) -> Tensor:
-        """``x`` of every rank, [R, ..]; the same shape and dtype on each."""
+        """``x`` of every rank, [R, ..]; shape and dtype are the same on all."""
         x = x.contiguous()
         every = x.new_empty(self.size, *x.shape)
         sent = x.nbytes * (self.size - 1)
@@ -191,9 +191,9 @@ class Ranks:
         return x
 
     def swap(self, name: str, to: Mapping[int, Tensor], came: Mapping[int, Tensor]) -> None:
-        """Send ``to[rank]`` to each rank, and fill the buffer ``came[rank]`` from each.
+        """Send ``to[rank]`` to each rank, and receive ``came[rank]`` from each.
 
-        Buffers are contiguous; this rank itself is in neither.
+        Buffers are contiguous. Neither mapping contains this rank.
         """
         if not to and not came:
             return
@@ -213,7 +213,7 @@ class Ranks:
     # ---- what it cost ---------------------------------------------------------------------------
 
     def costs(self) -> dict[str, Cost]:
-        """Calls, bytes and seconds of the exchanges remembered, by name."""
+        """Calls, bytes and seconds of the remembered exchanges, by name."""
         costs: dict[str, Cost] = {}
         for e in self.exchanges:
             c = costs.get(e.name, Cost(0, 0, 0, 0.0))
@@ -234,7 +234,7 @@ class Ranks:
             yield
             self.exchanges.append(Exchange(name, sent, received, start, time.perf_counter()))
         elif torch.cuda.is_current_stream_capturing():
-            yield  # a graph is replayed, not timed
+            yield  # no timing during graph capture
         else:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -244,7 +244,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _answered(self, op: str) -> Iterator[None]:
-        """An error of a collective, with the operation's name."""
+        """Turn a collective's error into a RankError that names the operation."""
         try:
             yield
         except RuntimeError as error:
@@ -253,9 +253,8 @@ class Ranks:
             raise RankError(f"{op}: rank {self.rank}: expected {expected}, got: {text}") from error
 
 
-# A gloo group for each set of ranks and timeout, for as long as the process group lives. They are
-# never destroyed: torch gives a group that is made again the name, and the stale addresses, of the
-# one before it.
+# One gloo group per set of ranks and timeout, as long as the process group lives. It is never
+# destroyed: torch would give a new group the name, and the stale addresses, of the old one.
 _hosts: weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -290,7 +289,7 @@ def group_of(group: Group, op: str) -> dist.ProcessGroup:
 
 def _text(said: Mapping[str, str]) -> Tensor:
     text = json.dumps(said).encode()
-    if len(text) > TEXT:  # long facts are as good as their hash: they are only compared
+    if len(text) > TEXT:  # facts are only compared, so a hash will do
         text = json.dumps({k: _short(v) for k, v in said.items()}).encode()
     return torch.frombuffer(bytearray(text.ljust(TEXT)), dtype=torch.uint8)
 

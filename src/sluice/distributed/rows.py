@@ -1,4 +1,4 @@
-"""Rows of a state pool that one rank reads and writes, by sequence number, on the host."""
+"""The pool rows that one rank reads and writes, by sequence number, on the host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Slots = Sequence[int] | Tensor
 
 
 class PoolRows:
-    """Where each sequence finds its state in this rank's pool, and where it leaves it.
+    """The row of this rank's pool that each sequence reads, and the row it writes.
 
-    The padding rule is the operators': a slot of at most ``pad_slot`` is a padded sequence, whose
-    outputs are zeros and whose state is neither read nor written. Tensors of slots are read on the
-    host, which waits for a GPU that holds them: pass lists or CPU tensors.
+    The operators' padding rule holds: a slot of at most ``pad_slot`` marks a padded sequence, whose
+    output is zeros and whose state is neither read nor written. The host reads tensors of slots,
+    and waits for a GPU that holds them: pass lists or CPU tensors.
     """
 
     def __init__(
         self,
         op: str,
-        pool: Tensor,  # [P, ..], as states are computed
+        pool: Tensor,  # [P, ..], in the layout of the computation
         n: int,
         slots: Slots | None,
         write_slots: Slots | None,
@@ -51,14 +51,14 @@ class PoolRows:
         ]
 
     def read(self, sequences: Iterable[int], into: Tensor) -> None:
-        """Fill ``into`` [n, ..], which is zero, with the states of sequences that have one."""
+        """Fill ``into`` [n, ..], which holds zeros, with the states of sequences that have one."""
         for row, sequence in enumerate(sequences):
             slot = self._read[sequence]
             if slot is not None:
                 into[row].copy_(self.pool[slot])
 
     def write(self, sequence: int, state: Tensor) -> None:
-        """Leave a final state, rounded once to the pool's dtype."""
+        """Write a final state, rounded once to the pool's dtype."""
         slot = self._write[sequence]
         if slot is not None:
             self.pool[slot].copy_(state)

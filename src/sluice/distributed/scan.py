@@ -1,7 +1,7 @@
 """The state before each rank's part, from all ranks' messages: gathered at once, or in log R steps.
 
-A message is the map of (D1), and maps compose. Where the outgoing sequence begins on a rank its
-map has no transition, so whatever came before is forgotten there, and one scan over all ranks
+A message is the map of (X1), and maps compose. Where the outgoing sequence begins on a rank, the
+transition of its map is zero, which cuts off everything before it. So one scan over all ranks
 serves every sequence.
 """
 
@@ -17,12 +17,12 @@ from sluice.distributed.share import Share
 from sluice.distributed.transition import after, join
 
 Exchanging = Literal["auto", "gather", "scan"]
-GATHERED = 8  # ranks up to which one all-gather is less than log R messages in a row
+GATHERED = 8  # up to so many ranks, one all-gather costs less than log R messages in a row
 NAME = "prefill.transitions"
 
 
 def joined(ranks: Ranks, share: Share, message: Tensor, exchange: Exchanging) -> Tensor | None:
-    """The state before this rank's head, [n, HV, V, K]; None where no sequence comes in."""
+    """The state before this rank's head, [n, HV, V, K]; None without an incoming sequence."""
     if not share.split.crossing:
         return None
     if exchange == "gather" or (exchange == "auto" and ranks.size <= GATHERED):
@@ -32,10 +32,10 @@ def joined(ranks: Ranks, share: Share, message: Tensor, exchange: Exchanging) ->
 
 
 def scanned(ranks: Ranks, message: Tensor, V: int, delta: bool) -> Tensor:
-    """The state behind all ranks before this one: ceil(log2 R) messages, and half a one.
+    """The state after all earlier ranks: ceil(log2 R) messages, and half of one.
 
-    After step i a rank has the map of the 2^i ranks that end with it. Products in float64, rounded
-    to the message's dtype once a step.
+    After step i a rank has the map of itself and the 2^i - 1 ranks before it. Products are in
+    float64, rounded to the message's dtype once per step.
     """
     here, reach = message.contiguous(), 1
     while reach < ranks.size:

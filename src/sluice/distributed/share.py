@@ -1,9 +1,9 @@
-"""One rank's share of a prefill: what it does before it hears of the others, and after.
+"""One rank's share of a prefill: what it does before the exchange, and after it.
 
-A rank's tokens are a head, the piece of a sequence that came in from earlier ranks, and the rest,
-sequences that begin here. The rest is an ordinary prefill. The head is run from zero with its
-transition (transition.py), and finished once the states before it are known. Nothing here
-communicates, so that the same code runs R shares one after the other on one device.
+A rank's tokens are a head, which is the piece of a sequence that began on an earlier rank, and the
+rest, which are sequences that begin here. The rest is an ordinary prefill. The head is run from
+zero together with its transition (transition.py), and finished once the state before it is known.
+Nothing here communicates, so the same code can run R shares one after the other on one device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Method = Literal["correct", "rerun"]
 class Share:
     """A rank's tokens [B, T, ..] of a split prefill, and the states they begin from.
 
-    ``method`` says how the head's outputs come about: "correct" adds what the incoming state
-    contributes, ``o = o_zero + S^T u`` (one pass over the tokens); "rerun" runs the operator again
-    from the incoming state (two passes, and the operator's own rounding of outputs).
+    ``method`` says how to compute the head's outputs: "correct" adds the incoming state's part,
+    ``o = o_zero + S^T u`` (one pass over the tokens); "rerun" runs the operator again from the
+    incoming state (two passes, and the operator's own rounding of outputs).
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Share:
         self.piece: Piece | None = None
 
     def sequences(self, of_part: range) -> range:
-        """Numbers of sequences; in a batch, where one row is all rows are."""
+        """The numbers of sequences; a batch is cut in the same place in all rows."""
         return of_part if self.split.packed else range(len(of_part) * self.n)
 
     def begin(self) -> Tensor:
-        """All that needs no other rank; the message for those behind: [n, HV, V + K or 1, K].
+        """Do all that needs no other rank; return the message to later ranks.
 
-        It holds the state that the outgoing sequence leaves, and below it the transition of its
-        piece here: zeros where the sequence begins here, or none goes out; the identity where it
-        goes through a rank without tokens.
+        The message [n, HV, V + K or 1, K] holds the state that the outgoing sequence leaves and,
+        below it, the transition of its piece here: zeros if the sequence begins here or there is
+        none, the identity if it passes through a rank without tokens.
         """
         c, part = self.call, self.part
         shape = (self.n, self.HV, self.V + c.width, self.K)
@@ -81,13 +81,13 @@ class Share:
     def finish(self, X: Tensor | None) -> tuple[Tensor, dict[int, Tensor]]:
         """Outputs [B, T, HO, V], and the final states of the sequences that end here.
 
-        ``X`` [n, HV, V, K] is the state before the head, where there is one.
+        ``X`` [n, HV, V, K] is the state before the head, if there is a head.
         """
         if self.head:
             assert X is not None
             c, out = self.call, self.o[:, : self.head]
             if self.piece is None:
-                X = X.clone()  # the operator leaves the final state in it
+                X = X.clone()  # the operator writes the final state into it
                 c.span(0, self.head).run(X, out=out)
             else:
                 correct(self.piece, X, out)
@@ -101,10 +101,10 @@ class Share:
         return self.o, self.finals
 
     def _run_rest(self) -> Tensor | None:
-        """The sequences that begin here: outputs and final states; None where there are none."""
+        """Run the sequences that begin here; their final states, or None without any."""
         c, T = self.call, self.call.v.shape[1]
         if not self.begins:
-            self.o[:, self.head :] = 0  # behind the last sequence, if anything
+            self.o[:, self.head :] = 0  # any tokens after the last sequence
             return None
         shape = (len(self.begins), self.HV, self.V, self.K)
         X = torch.zeros(shape, dtype=c.exact, device=c.v.device)

@@ -1,4 +1,4 @@
-"""How the tokens of a prompt, or of many packed ones, are divided over ranks: arithmetic only."""
+"""How tokens of prompts, packed or not, are divided over ranks: arithmetic only."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from sluice.contract.errors import ContractError
 
-CHUNK = 64  # tokens: borders at multiples of it cut no chunk
+CHUNK = 64  # tokens; a border at a multiple of it cuts no chunk
 
 
 class Part(NamedTuple):
     """What one rank holds: tokens ``start`` to ``stop``, of sequences ``first`` up to ``last``.
 
-    The first sequence may have begun on an earlier rank (``incoming``: how many tokens of it lie
-    here, 0 if none); the last may go on behind this part (``outgoing``). Sequence numbers and
-    token positions are those of the whole.
+    The first sequence may begin on an earlier rank (``incoming``: the number of its tokens here, 0
+    if none); the last may continue after this part (``outgoing``). Sequence numbers and token
+    positions count over all ranks.
     """
 
     rank: int
@@ -33,8 +33,8 @@ class Part(NamedTuple):
     bounds: tuple[int, ...]  # of the sequences here, relative to start
     incoming: int
     outgoing: bool
-    chain: tuple[int, ...]  # ranks that hold the incoming sequence before this one, in order
-    through: bool  # no tokens here, and a sequence that goes on behind
+    chain: tuple[int, ...]  # earlier ranks that hold the incoming sequence, in order
+    through: bool  # no tokens here, but a sequence passes through
 
     @property
     def begins(self) -> range:
@@ -54,8 +54,8 @@ class Split:
     Args:
         borders: R + 1 rising positions from 0 to the number of tokens: rank i holds the tokens
             from ``borders[i]`` up to ``borders[i + 1]``. A rank may hold none.
-        cu_seqlens: borders of the packed sequences in the whole, on the host. None: a batch, of
-            which every rank holds the same rows, each cut at ``borders``.
+        cu_seqlens: borders of the packed sequences over all ranks, on the host. None: a batch, of
+            which every rank holds all rows, each cut at ``borders``.
 
     >>> split = Split.even(1000, 4)
     >>> split.borders
@@ -89,8 +89,8 @@ class Split:
     ) -> Split:
         """Parts of equal size, to the nearest multiple of 64 tokens.
 
-        ``first``: how many times as large the first part is. It needs no transition, so a larger
-        one balances the ranks where a transition is dear (many heads): see docs/distributed.md.
+        ``first``: the size of the first part relative to the others. It needs no transition, so a
+        larger first part balances the ranks where transitions are expensive (many heads).
 
         >>> Split.even(5 * 64, 4, first=2).borders
         (0, 128, 192, 256, 320)
@@ -109,7 +109,7 @@ class Split:
 
     @property
     def tokens(self) -> int:
-        """Of the whole, a padded tail included."""
+        """Over all ranks, including a padded tail."""
         return self.borders[-1]
 
     @property
@@ -132,7 +132,7 @@ class Split:
 
     @property
     def digest(self) -> str:
-        """Equal where splits are."""
+        """Equal for equal splits."""
         return hashlib.sha256(repr((self.borders, self.cu_seqlens)).encode()).hexdigest()[:16]
 
     def held(self, rank: int, sequence: int) -> int:
@@ -142,16 +142,16 @@ class Split:
         return max(0, min(end, stop) - max(begin, start))
 
     def begin_rank(self, sequence: int) -> int:
-        """Where a sequence begins, and its initial state is read."""
+        """The rank where a sequence begins, which reads its initial state."""
         return next(p.rank for p in self.parts if sequence in p.begins)
 
     def end_rank(self, sequence: int) -> int:
-        """Where a sequence ends, and its final state is made."""
+        """The rank where a sequence ends, which makes its final state."""
         return next(p.rank for p in self.parts if sequence in p.ends)
 
     @property
     def _bounds(self) -> tuple[int, ...]:
-        """A batch is one sequence here: all its rows are cut alike."""
+        """A batch counts as one sequence: all its rows are cut alike."""
         return (0, self.tokens) if self.cu_seqlens is None else self.cu_seqlens
 
     def _part(self, rank: int) -> Part:
@@ -176,7 +176,7 @@ class Split:
         )
 
     def _empty(self, rank: int, sequence: int) -> bool:
-        """Whether a sequence without tokens is this rank's: with the token behind it, or last."""
+        """Whether an empty sequence belongs here: with the token after it, or on the last rank."""
         begin, end = self._bounds[sequence : sequence + 2]
         if begin < end:
             return False

@@ -1,8 +1,8 @@
 """State that moves between ranks, and from one number of ranks to another (prefill to decode).
 
-A rank of ``tp`` holds key heads in order, their value heads, and of the conv state the channels of
-its own heads, in three sections. So a share of another number of ranks is some heads of some
-shares: recurrent states by head, conv states by head in each section. Bytes are moved as they are.
+A rank of ``tp`` holds consecutive key heads, their value heads, and the conv channels of its own
+heads in three sections. So a share of another division consists of some heads of some shares:
+recurrent states by head, conv states by head in each section. Bytes are moved unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sluice.state_geometry import GeometryError, PoolGeometry, StateSnapshot
 
 
 class Overlap(NamedTuple):
-    """Key heads that one share has and another needs: counted within each share."""
+    """Key heads that one share has and another needs, by their numbers within each share."""
 
     source: int
     target: int
@@ -28,7 +28,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(heads: int, sources: int, targets: int) -> list[Overlap]:
-    """Which key heads of which share go where, when ``heads`` move from one division to another.
+    """Which key heads of each old share go to each new one, for ``heads`` in all.
 
     >>> [(o.source, o.target, list(o.have)) for o in overlaps(4, 4, 2)]
     [(0, 0, [0]), (1, 0, [0]), (2, 1, [0]), (3, 1, [0])]
@@ -46,11 +46,11 @@ def overlaps(heads: int, sources: int, targets: int) -> list[Overlap]:
 
 
 def reshard(shares: Sequence[StateSnapshot], tp: int) -> list[StateSnapshot]:
-    """The same sequences' state, from one share a rank to ``tp`` shares; bit for bit.
+    """The same sequences' state in ``tp`` shares, bit for bit.
 
     Args:
-        shares: of all ranks of the old division, in order; of one geometry, and as many sequences.
-        tp: the number of ranks of the new one, which divides the key heads.
+        shares: one per rank of the old division, in order; of one geometry and number of sequences.
+        tp: the number of new shares, which divides the key heads.
 
     Raises:
         GeometryError: shares that differ. ContractError: a tp that does not divide the heads.
@@ -89,24 +89,25 @@ def move(
     """Send sequences' state from the ranks of one division to those of another, directly.
 
     Every rank of ``ranks`` calls it. Rank ``sources[i]`` holds share i of ``len(sources)``, rank
-    ``targets[j]`` gets share j of ``len(targets)``; each pair exchanges one message, of the heads
-    both have. The two lists may overlap: what stays on a rank is copied there.
+    ``targets[j]`` gets share j of ``len(targets)``; each pair with heads in common exchanges one
+    message. The two lists may overlap: state that stays on a rank is copied there.
 
     Args:
         snapshot: on a source, its share (``pool.snapshot(slots)``); None elsewhere.
-        ranks: all that take part. Tensors are on the device of their backend.
-        sources: ranks, by number in ``ranks``. targets: likewise.
+        ranks: all ranks that take part. Tensors are on the device of their backend.
+        sources: rank numbers within ``ranks``. targets: likewise.
         geometry: what a target expects (``pool.geometry``), checked before anything is sent.
 
     Returns:
         on a target, its share, ready for ``pool.restore``; None elsewhere.
 
     Raises:
-        GeometryError: the sources' geometries differ, or a target expects another; on every rank,
-            and nothing is sent. ``tag`` counts: for state that moves it names the checkpoint, not
-            the rank. RankError: a rank is gone, or refused its arguments.
+        GeometryError: the sources' geometries differ, or a target expects another. Every rank
+            raises it, and nothing is sent. ``tag`` is compared too, so for state that moves it has
+            to name the checkpoint, not the rank. RankError: a rank is gone, or refused its
+            arguments.
 
-    Example, from four prefill ranks to two that decode::
+    Example, from four prefill ranks to two decode ranks::
 
         moved = move(pool.snapshot(mine) if prefilling else None, ranks=ranks,
                      sources=[0, 1, 2, 3], targets=[4, 5], geometry=pool.geometry)
@@ -146,7 +147,7 @@ def _say(
     targets: list[int],
     geometry: PoolGeometry | None,
 ) -> dict[str, str]:
-    """What this rank has and expects, after a look at its arguments."""
+    """What this rank has and expects, after checking its arguments."""
     for name, chosen in (("sources", sources), ("targets", targets)):
         known = set(chosen) <= set(range(ranks.size))
         if not chosen or len(set(chosen)) < len(chosen) or not known:
@@ -167,7 +168,7 @@ def _say(
 def _settled(
     said: list[dict[str, str]], sources: list[int], targets: list[int]
 ) -> tuple[PoolGeometry, int, torch.device]:
-    """The sources' geometry, how many sequences, and where; the same error on every rank if not."""
+    """The sources' geometry, number of sequences and device; all ranks raise if they differ."""
     for rank, other in enumerate(said):
         if other["lists"] != said[0]["lists"]:
             expected = f"{said[0]['lists']} (rank 0)"
@@ -218,5 +219,5 @@ def _unpack(parcel: Tensor, snapshot: StateSnapshot, heads: range) -> None:
     parts = _heads(snapshot, heads)
     sizes = [part.numel() * part.element_size() for part in parts]
     for part, taken in zip(parts, parcel.split(sizes), strict=True):
-        # a copy: bytes may begin anywhere, a view of numbers may not
+        # a copy: bytes may begin at any address, a view as numbers must be aligned
         part.copy_(taken.clone().view(part.dtype).view(part.shape))

@@ -1,16 +1,16 @@
 """The exact transition of a piece of a sequence, made by the operator itself.
 
-Whatever the rule, the state behind a piece is affine in the state S before it, and so is every
-output (per value head, S of shape [K, V]):
+Whatever the rule, the state after a piece is affine in the state S before it, and so is every
+output (per value head, S of shape [K, V]; docs/distributed.md):
 
-    S_out = M S + S_zero                                                              (D1)
-    o_t   = o_zero_t + S^T u_t                                                        (D2)
+    S_out = M S + S_zero                                                              (X1)
+    o_t   = o_zero_t + S^T u_t                                                        (X2)
 
 With the delta rule, M is the recurrence run on the identity with v = 0, and u_t is the output of
-that run. So ``delta_piece`` runs ``prefill`` once with every value head twice: beside the head
-itself, from a zero state, the same head with v = 0 and the identity as its state. Nothing is
-approximated, and the keys' products are those of the operator. Without it, M is the decay alone,
-a diagonal, and u_t is the decayed query: ``decay_piece`` needs no second head.
+that run. So ``delta_piece`` runs ``prefill`` once with every value head twice: the head itself from
+a zero state, and the same head with v = 0 and the identity as its state. Nothing is approximated,
+and the operator multiplies the keys as it always does. Without the delta rule, M is the decay
+alone, a diagonal, and u_t is the decayed query: ``decay_piece`` needs no second head.
 
 States are kept as X = S^T [V, K], the "vk" layout: X_out = X M^T + X_zero.
 """
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from sluice import ops
 
-SPAN = 8192  # tokens corrected at a time: bounds the workspace of (D2)
+SPAN = 8192  # tokens corrected at a time; limits the workspace of (X2)
 EPS = 1e-6  # of the l2 norm, as in the contract
 
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Rows that a transition adds to a state's V: K of a matrix, 1 of a diagonal."""
+        """Rows of a transition below the V rows of a state: K for a matrix, 1 for a diagonal."""
         return self.k.shape[-1] if self.delta else 1
 
     @property
@@ -64,7 +64,7 @@ class Call(NamedTuple):
     def run(self, state: Tensor, bounds: tuple[int, ...] | None = None, **rows: Any) -> Tensor:
         """``prefill`` from ``state`` [n, HV, V, K], which is updated; the output.
 
-        ``bounds`` are those of packed sequences; ``rows`` may hold ``slots`` and ``out``.
+        ``bounds`` are the borders of packed sequences; ``rows`` may hold ``slots`` and ``out``.
         """
         if bounds is not None:
             cpu = torch.tensor(bounds, dtype=torch.int64)
@@ -78,12 +78,12 @@ class Piece(NamedTuple):
     """A piece run from zero, and how it depends on the state before it."""
 
     o: Tensor  # [B, T, HO, V]: o_zero
-    u: Tensor | None  # [B, T, HO, K]; None where outputs are made by running the piece again
+    u: Tensor | None  # [B, T, HO, K]; None if the piece is run again for its outputs
     message: Tensor  # [B, HV, V + K or 1, K]: X_zero, and M^T or the decay
 
 
 def delta_piece(c: Call) -> Piece:
-    """Both (D1) and (D2) by one ``prefill`` with twice the value heads."""
+    """Both (X1) and (X2) by one ``prefill`` with twice the value heads."""
     (B, T, HQ, K), (HV, V) = c.q.shape, c.v.shape[2:]
     wide = max(V, K)
 
@@ -100,14 +100,14 @@ def delta_piece(c: Call) -> Piece:
     state = state.flatten(1, 2)
     g, beta, A_log, dt_bias = twice(c.g), twice(c.beta), twice(c.A_log, 0), twice(c.dt_bias, 0)
     o = Call(q, c.k, v.flatten(2, 3), g, beta, A_log, dt_bias, c.options).run(state)
-    o = o.unflatten(2, (HV, 2, -1))  # [B, T, HV, 2, queries a state, wide]
+    o = o.unflatten(2, (HV, 2, -1))  # [B, T, HV, 2, queries per state, wide]
     zero, one = state.unflatten(1, (HV, 2)).unbind(2)
     message = torch.cat([zero[:, :, :V], one[:, :, :K]], dim=2)
     return Piece(o[:, :, :, 0, :, :V].flatten(2, 3), o[:, :, :, 1, :, :K].flatten(2, 3), message)
 
 
 def decay_piece(c: Call, outputs: bool) -> Piece:
-    """Without beta: the transition is a diagonal, and u the decayed query."""
+    """Without beta: the transition is a diagonal, and u is the decayed query."""
     (B, _, HQ, K), (HV, V) = c.q.shape, c.v.shape[2:]
     state = torch.zeros(B, HV, V, K, dtype=c.exact, device=c.v.device)
     o = c.run(state)
@@ -122,10 +122,11 @@ def decay_piece(c: Call, outputs: bool) -> Piece:
 
 
 def join(messages: Tensor, chain: tuple[int, ...], V: int, delta: bool) -> Tensor:
-    """The state behind the pieces of the ranks in ``chain``, [n, HV, V, K], by (D1).
+    """The state after the pieces of the ranks in ``chain``, [n, HV, V, K], by (X1).
 
-    ``messages`` [R, n, HV, V + K or 1, K]; the first of the chain has no piece before it. In
-    float64: no setting of torch's float32 products changes it, and a long chain adds no error.
+    ``messages`` [R, n, HV, V + K or 1, K]; the first rank of the chain has no piece before it. The
+    arithmetic is float64: torch's settings for float32 products have no effect, and a long chain
+    adds no error.
     """
     first = messages[chain[0]][:, :, :V]
     maps = [messages[rank] for rank in chain[1:]]
@@ -140,9 +141,9 @@ def join(messages: Tensor, chain: tuple[int, ...], V: int, delta: bool) -> Tenso
 
 
 def composed(maps: Tensor, V: int, delta: bool) -> Tensor:
-    """One map of many in a row [n, ..], in pairs: log n products one after the other, and not n.
+    """The composition of n maps [n, ..], in pairs: log n products in sequence instead of n.
 
-    Twice the work, which a GPU does at once; a CPU is better off with one after the other.
+    It is twice the work, which a GPU does in parallel; on a CPU n products in sequence are faster.
     """
     while maps.shape[0] > 1:
         even = maps.shape[0] // 2 * 2
@@ -152,12 +153,12 @@ def composed(maps: Tensor, V: int, delta: bool) -> Tensor:
 
 
 def behind(X: Tensor, message: Tensor, V: int, delta: bool) -> Tensor:
-    """(D1) for one piece: the state behind it, from the state before it."""
+    """(X1) for one piece: the state after it, from the state before it."""
     return after(X.double(), message.double(), V, delta).to(X.dtype)
 
 
 def after(rows: Tensor, message: Tensor, V: int, delta: bool) -> Tensor:
-    """States, or the states and transitions of a map, taken through the map of one more piece."""
+    """Apply the map of one more piece to states, or to the states and transitions of a map."""
     zero, transition = message[..., :V, :], message[..., V:, :]
     rows = rows @ transition if delta else rows * transition
     rows[..., :V, :] += zero
@@ -165,10 +166,10 @@ def after(rows: Tensor, message: Tensor, V: int, delta: bool) -> Tensor:
 
 
 def correct(piece: Piece, X: Tensor, out: Tensor) -> None:
-    """(D2): the outputs of a piece that started from X [n, HV, V, K], into ``out``."""
+    """(X2): write the outputs of a piece that started from X [n, HV, V, K] into ``out``."""
     assert piece.u is not None
     HV = X.shape[1]
-    # a GPU may be told to make float32 products in tf32, which is less than float32 promises
+    # torch may be set to tf32 for float32 products, which is less exact than float32
     full = out.dtype in (torch.float32, torch.float64) and out.device.type != "cpu"
     exact = torch.float64 if full else X.dtype
     S = X.to(exact).mT  # [n, HV, K, V]
@@ -180,7 +181,7 @@ def correct(piece: Piece, X: Tensor, out: Tensor) -> None:
 
 
 def _log_decay(c: Call) -> Tensor:
-    """g in float64 [B, T, HV, 1 or K], made of raw gates where they are; zeros without."""
+    """g in float64 [B, T, HV, 1 or K], computed from raw gates if need be; zeros without g."""
     if c.g is None:
         return c.v.new_zeros(*c.v.shape[:3], 1, dtype=torch.float64)
     g = c.g.to(c.exact)
@@ -192,7 +193,7 @@ def _log_decay(c: Call) -> Tensor:
 
 
 def _query(c: Call) -> Tensor:
-    """q as the recurrence reads it: normed and scaled, float64."""
+    """q as the recurrence reads it: normalised and scaled, in float64."""
     q, scale = c.q.double(), c.options.get("scale")
     if c.options.get("normalize_qk"):
         q = q * (q.square().sum(-1, keepdim=True) + EPS).rsqrt()

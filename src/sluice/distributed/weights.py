@@ -1,4 +1,4 @@
-"""Shares of a layer's weights put together again: the inverse of ``layers.shard_weights``."""
+"""Join shares of a layer's weights: the inverse of ``layers.shard_weights``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sluice.layers.qwen import QwenShape
 
 
 def join_weights(shares: Sequence[Mapping[str, Tensor]], shape: QwenShape) -> dict[str, Tensor]:
-    """A whole layer's state dict from all ranks' shares of it, in order of rank; exact.
+    """A whole layer's state dict from the shares of all ranks, in order of rank; exact.
 
     Args:
         shares: one state dict for each rank, as ``shard_weights`` divides them.
@@ -51,7 +51,7 @@ def join_weights(shares: Sequence[Mapping[str, Tensor]], shape: QwenShape) -> di
 
 
 def join_channels(parts: Sequence[Tensor], local: QwenShape, dim: int = 0) -> Tensor:
-    """Ranks' conv channels, ``[Q | K | V]`` each, as the whole's; ``local`` is a rank's shape."""
+    """Join ranks' conv channels ``[Q | K | V]`` to the whole's; ``local`` is a rank's shape."""
     for part in parts:
         if part.shape[dim] != local.conv_channels:
             expected = f"{local.conv_channels} channels in dimension {dim}"

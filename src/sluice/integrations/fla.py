@@ -1,9 +1,9 @@
 """flash-linear-attention served by sluice: ``install()``, through FLA's own backend registry.
 
 FLA asks its registry before each call of ``chunk_gated_delta_rule`` (prefill) and ``chunk_kda``.
-Once installed, calls that sluice serves go to ``sluice.compat.fla``, on a CPU as well, where FLA's
-own kernels cannot run; the others stay FLA's. Decoding (``fused_recurrent_*``) is not asked for
-there: use ``sluice.compat.fla`` for it.
+Once installed, calls that sluice serves go to ``sluice.compat.fla``, also on a CPU, where FLA's own
+kernels cannot run; FLA runs the others. FLA does not ask its registry for decoding
+(``fused_recurrent_*``): call ``sluice.compat.fla`` for it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import torch
 from sluice import gradients
 from sluice.compat import fla as compat
 from sluice.contract.errors import SluiceError
+from sluice.integrations import fla_private
 
-_PREFERENCE = 1  # before FLA's other choices (3 and 5), behind what a device cannot do without (0)
+_PREFERENCE = 1  # before FLA's other choices (3 and 5), after those that a device requires (0)
 _KEYWORDS = {"A_log", "chunk_size", "dt_bias", "transpose_state_layout", "use_gate_in_kernel"}
 
 
 def install() -> None:
-    """Register sluice with FLA's registry, for prefill. Installing twice is the same as once.
+    """Register sluice in FLA's registry, for prefill. Installing twice has no further effect.
 
-    On a GPU, calls that want gradients stay FLA's, whose backward is a kernel; on a CPU sluice
-    serves them too. A call with an option that ``sluice.compat.fla`` refuses stays FLA's.
+    On a GPU, FLA runs calls with gradients, because it has backward kernels; on a CPU sluice runs
+    them too. FLA also runs calls with an option that ``sluice.compat.fla`` refuses.
 
     Raises:
-        SluiceError: FLA 0.6 is not there, or its registry is switched off
+        SluiceError: FLA 0.6 is not installed, or its registry is switched off
             (``FLA_DISABLE_BACKEND_DISPATCH=1``).
     """
     backends = _registry()
@@ -41,34 +42,31 @@ def uninstall() -> None:
     """Undo ``install``."""
     backends = _registry()
     for entry, _ in _entries():
-        if isinstance(entry, str):
-            registry = backends._get_operation_registry(entry)
-        else:
-            registry = backends._function_registries[inspect.unwrap(entry)]
-        registry._backends.pop("sluice", None)
+        fla_private.unregister(backends, entry, "sluice")
 
 
 def _entries() -> list[tuple[Any, str]]:
-    """What FLA registers backends under, an operation's name or a function, and what is served."""
+    """The keys of FLA's registry (a name or a function), and the function that serves each."""
     kda = importlib.import_module("fla.ops.kda")
     return [("gated_delta_rule", "chunk_gated_delta_rule"), (kda.chunk_kda, "chunk_kda")]
 
 
 def _registry() -> Any:
-    """``fla.backends``, its operators imported."""
+    """``fla.backends``, after importing FLA's operators."""
     try:
         backends = importlib.import_module("fla.backends")
         for operation in ("gated_delta_rule", "kda"):
             importlib.import_module(f"fla.ops.{operation}")
     except ImportError as missing:
         raise SluiceError(f"install: flash-linear-attention 0.6 is needed: {missing}") from missing
-    if backends._DISPATCH_DISABLED:
+    fla_private.check(backends)
+    if fla_private.switched_off(backends):
         raise SluiceError("install: FLA's registry is off (FLA_DISABLE_BACKEND_DISPATCH=1)")
     return backends
 
 
 def _backend(base: type, function: str) -> type:
-    """A backend of FLA's that serves one function."""
+    """A backend class for FLA's registry that serves one function."""
     served = getattr(compat, function)
 
     def verifier(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
@@ -89,7 +87,7 @@ def _backend(base: type, function: str) -> type:
 
 
 def _why_not(served: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a call stays FLA's, from its options alone: nothing runs. None if sluice serves it."""
+    """Why FLA runs a call, from its options alone; None if sluice serves it. Nothing runs."""
     given = inspect.signature(served).bind(*args, **kwargs).arguments
     more = given.pop("kwargs", {})
     if given.get("cp_context") is not None:

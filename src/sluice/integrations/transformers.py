@@ -2,9 +2,9 @@
 
 ``install()`` does the same for models that transformers builds later, ``uninstall()`` undoes it.
 
-Each gated delta layer keeps its class, parameters and submodules; only its instance's ``forward``
-is replaced, by one with the same signature that uses transformers' own cache. Importing this module
-does not import transformers.
+Each gated delta layer keeps its class, parameters and submodules. Only the ``forward`` of the
+instance is replaced, by one with the same signature that uses transformers' own cache. Importing
+this module does not import transformers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.integrations import transformers_cache as states
+from sluice.integrations import transformers_private as private
 from sluice.layers.gated_delta_net import mix
 from sluice.layers.rows import Rows
+from sluice.layers.weights import ACCELERATED_SHAPE as _SHAPE
 from sluice.layers.weights import LAYERS, is_known, shape_of
 
 # attributes of an accelerated layer
-_SHAPE, _KEPT, _BORDERS, _HOOK = (f"_sluice_{x}" for x in ("shape", "kept", "borders", "hook"))
+_KEPT, _BORDERS, _HOOK = (f"_sluice_{x}" for x in ("kept", "borders", "hook"))
 _warned: set[str] = set()
-_installed: dict[str, type[nn.Module]] = {}  # by the names transformers has them under
+_installed: dict[str, type[nn.Module]] = {}  # by their names in transformers
 
 _FILES = {
     "Qwen3NextGatedDeltaNet": "qwen3_next",
@@ -49,32 +50,32 @@ _PACKED_GRADIENTS = (
 def accelerate(model: nn.Module) -> nn.Module:
     """Run every gated delta layer of a transformers model through sluice, in place.
 
-    Outputs, cache objects, ``generate()``, state dicts and submodules stay what they were. Padding
-    on either side is exact, and so are packed sequences (``cu_seq_lens_q``, or ``seq_idx`` alone,
-    whose borders are read back to the host). Layers of other classes are left alone. With gradients
-    (grad mode on, and parameters or inputs that require them) a layer's own forward runs, and one
-    warning says so; the same holds while a cache records its past. Packed sequences with gradients,
-    which transformers' torch functions would mix, run in plain torch instead.
+    Outputs, cache objects, ``generate()``, state dicts and submodules stay as they were. Padding on
+    either side is exact, and so are packed sequences (``cu_seq_lens_q``, or ``seq_idx`` alone,
+    whose borders the host reads). Layers of other classes are left alone. With gradients (grad mode
+    on, and parameters or inputs that require them) a layer's stock forward runs, with one warning;
+    the same holds while a cache records its past. Packed sequences with gradients run in plain
+    torch, because transformers' torch functions would mix them.
 
     Args:
         model: a Qwen3-Next, Qwen3.5, Qwen3.5-MoE or Qwen4-Exp model, or any module that holds its
-            layers. Accelerating twice is the same as once.
+            layers. Accelerating twice has no further effect.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ContractError: no layer of a known class in it, or one with an activation no operator
-            serves. Nothing is changed then.
+        ContractError: the model has no layer of a known class, or one with an activation that no
+            operator serves. Nothing is changed then.
     """
     layers = known_layers(model)
     if not layers:
         expected = f"a module with layers of {', '.join(LAYERS)}"
         raise ContractError("accelerate", "model", expected, type(model).__name__)
-    shapes = [shape_of(layer) for layer in layers]  # all of them first: it may refuse
+    shapes = [shape_of(layer) for layer in layers]  # before any change, because it may refuse
     for layer, shape in zip(layers, shapes, strict=True):
         if not is_accelerated(layer):
-            name = _slot(layer)
+            name = private.forward_slot(layer)
             layer.__dict__[_SHAPE], layer.__dict__[_KEPT] = shape, layer.__dict__.get(name)
             layer.__dict__[name] = MethodType(_forward, layer)
     for parent in model.modules():
@@ -89,9 +90,9 @@ def restore(model: nn.Module) -> nn.Module:
     """Give every accelerated layer its own forward back; returns ``model``."""
     for layer in known_layers(model):
         if is_accelerated(layer):
-            name, stock = _slot(layer), _stock(layer)
+            name, stock = private.forward_slot(layer), _stock(layer)
             if name == "forward" and layer.__dict__[_KEPT] is None:
-                del layer.__dict__[name]  # the class has it
+                del layer.__dict__[name]  # the class's own shows again
             else:
                 layer.__dict__[name] = stock
             del layer.__dict__[_SHAPE], layer.__dict__[_KEPT]
@@ -104,15 +105,15 @@ def restore(model: nn.Module) -> nn.Module:
 def install() -> None:
     """Accelerate the gated delta layers of every model that transformers builds from now on.
 
-    Through ``transformers.monkey_patching``: ``from_pretrained`` and ``from_config`` then build a
-    subclass of each known layer, which is accelerated when it is made. Models that exist already
-    stay as they are, and ``restore(model)`` works as ever. A layer that no operator serves stays
-    stock, and a warning says why. Installing twice is the same as once.
+    It uses ``transformers.monkey_patching``: ``from_pretrained`` and ``from_config`` then build a
+    subclass of each known layer, whose instances are accelerated from the start. Existing models
+    stay as they are, and ``restore(model)`` works as usual. A layer that no operator serves stays
+    stock, with a warning that says why. Installing twice has no further effect.
 
     Raises:
-        SluiceError: this transformers has no such registration, or one that fails here, or does not
-            hand borders of packed sequences on to its layers (use ``accelerate(model)``, which
-            sees to that); or another library has registered one of the classes.
+        SluiceError: this release of transformers has no such registry, its registry fails, or it
+            does not pass the borders of packed sequences to its layers (``accelerate(model)`` works
+            in these cases); or another library has registered one of the classes.
     """
     patching = _registration()
     kinds = {name: kind for name, kind in _known_classes().items() if name not in _installed}
@@ -125,7 +126,7 @@ def install() -> None:
     made = {name: _accelerated_class(kind) for name, kind in kinds.items()}
     patching.register_patch_mapping(made)
     _installed.update(made)
-    try:  # once, here: some releases fail where an optional package of another model is missing
+    try:  # some releases fail here if an optional package of another model is missing
         with patching.apply_patches():
             pass
     except Exception as error:
@@ -136,7 +137,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install`` for models built from now on; those that exist stay accelerated."""
+    """Undo ``install`` for models built from now on; existing models stay accelerated."""
     if _installed:
         _registration().unregister_patch_mapping(list(_installed))
         _installed.clear()
@@ -156,9 +157,9 @@ def is_accelerated(layer: nn.Module) -> bool:
 def plain_torch(model: nn.Module) -> Iterator[None]:
     """Within this scope, stock layers use their own torch functions even if FLA is installed.
 
-    transformers chooses FLA when a model file is imported, whatever the device; on a CPU that ends
-    in an error of Triton. The choice is a global of the model file, so this is for tests and
-    measurements, not for threads.
+    transformers chooses FLA when a model file is imported, whatever the device; on a CPU Triton
+    then raises. The choice is a global of the model file, so use this in tests and measurements,
+    not in several threads.
     """
     names = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
     names = (*(f"torch_{name}" for name in names), "causal_conv1d_fn", "causal_conv1d_update")
@@ -180,9 +181,9 @@ def _forward(
     **kwargs,
 ) -> Tensor:
     """A layer's forward with transformers' signature."""
-    noted = self.__dict__.get(_BORDERS)  # from the layer around this one, where it drops them
+    noted = self.__dict__.get(_BORDERS)  # noted by the decoder layer, if it does not pass them
     if noted is not None:
-        setattr(self, _BORDERS, None)  # for this call alone; Dynamo does not know dict.pop
+        setattr(self, _BORDERS, None)  # for this call only; Dynamo does not support dict.pop
     borders = _borders(hidden_states, {**noted, **kwargs} if noted else kwargs)
     training = _wants_gradients(self, hidden_states)
     reason = _why_stock(self, cache_params, training and borders is None)
@@ -194,7 +195,7 @@ def _forward(
         return _stock(self)(
             hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
         )
-    if attention_mask is not None:  # some releases hand on the mask of earlier tokens too
+    if attention_mask is not None:  # some releases pass the mask of earlier tokens too
         attention_mask = attention_mask[:, -hidden_states.shape[1] :]
     if training:
         _warn_once(_PACKED_GRADIENTS)
@@ -203,7 +204,7 @@ def _forward(
 
 
 def _infer(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor | None):
-    """Through the operators, the cache's states in place."""
+    """Run the operators on the cache's states, in place."""
     shape, window, state, kept = layer.__dict__[_SHAPE], None, None, True
     if cache is not None:
         found = states.states(cache, layer.layer_idx)
@@ -211,19 +212,19 @@ def _infer(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Ten
         n = x.shape[0] if borders is None else borders.shape[0] - 1
         window, state = _zero_states(shape, x, n) if found is None else found
     rows = Rows(window, state, state_layout="kv", cu_seqlens=borders)
-    hooked = _before(layer)
-    if borders is not None and x.shape[0] > 1:  # rows of packed sequences, as one row
+    hooked = private.fire_hooks(layer, ("conv1d", "norm"))
+    if borders is not None and x.shape[0] > 1:  # packed rows, made into one row
         out = mix(layer, shape, x.flatten(0, 1).unsqueeze(0), rows).view(x.shape)
     else:
         out = mix(layer, shape, x, rows, mask)
-    _after(hooked)
+    private.end_hooks(hooked)
     if not kept:
         states.keep(cache, layer.layer_idx, window, state, shape.conv_width)
     return out
 
 
 def _train_packed(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor):
-    """With gradients, in plain torch, for packed sequences: transformers' own would mix them."""
+    """Packed sequences with gradients, in plain torch: transformers' functions would mix them."""
     from sluice.gradients import packed_layer
 
     if mask is not None:
@@ -232,9 +233,9 @@ def _train_packed(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borde
         expected = "a cache without tokens, for packed sequences with gradients"
         raise ContractError("accelerate", "past_key_values", expected, "one with tokens")
     shape = layer.__dict__[_SHAPE]
-    hooked = _before(layer)
+    hooked = private.fire_hooks(layer, ("conv1d", "norm"))
     out, windows, finals = packed_layer(layer, shape, x.flatten(0, 1).unsqueeze(0), borders)
-    _after(hooked)
+    private.end_hooks(hooked)
     if cache is not None:
         windows, finals = windows.detach(), finals.detach()
         states.keep(cache, layer.layer_idx, windows, finals, shape.conv_width)
@@ -242,7 +243,7 @@ def _train_packed(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borde
 
 
 def _borders(x: Tensor, kwargs) -> Tensor | None:
-    """Borders of packed sequences: ``cu_seq_lens_q``, or read off ``seq_idx`` [B, T]."""
+    """Borders of packed sequences: ``cu_seq_lens_q``, or from ``seq_idx`` [B, T]."""
     borders, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     if borders is not None or numbers is None:
         return borders
@@ -251,7 +252,7 @@ def _borders(x: Tensor, kwargs) -> Tensor | None:
         raise ContractError("accelerate", "seq_idx", expected, got)
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    starts = begins.flatten().nonzero().squeeze(1)  # read back to the host: N is not known before
+    starts = begins.flatten().nonzero().squeeze(1)  # the host waits: it does not know N
     return torch.cat([starts, starts.new_full((1,), numbers.numel())])
 
 
@@ -265,14 +266,14 @@ def _zero_states(shape, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def _wants_gradients(layer: nn.Module, x: Tensor) -> bool:
     if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
-        return False  # an ONNX graph has none, and transformers' chunks would fix its length
+        return False  # an ONNX graph has none, and transformers' loop would fix its length
     return torch.is_grad_enabled() and (
         x.requires_grad or any(p.requires_grad for p in layer.parameters())
     )
 
 
 def _why_stock(layer: nn.Module, cache, training: bool) -> str | None:
-    """Why this call is left to transformers; None when it is not."""
+    """Why transformers runs this call; None if sluice does."""
     if training:
         return (
             "gradients are on, so transformers' own forward runs; call the model under "
@@ -290,7 +291,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _registration():
-    """transformers' registry of classes to be replaced."""
+    """transformers' registry of replaced classes."""
     try:
         return importlib.import_module("transformers.monkey_patching")
     except ModuleNotFoundError as missing:
@@ -299,7 +300,7 @@ def _registration():
 
 
 def _known_classes() -> dict[str, type[nn.Module]]:
-    """The layer classes of the model files that this transformers has."""
+    """The known layer classes of this release of transformers."""
     found = {}
     for name, family in _FILES.items():
         path = f"transformers.models.{family}.modeling_{family}"
@@ -309,7 +310,7 @@ def _known_classes() -> dict[str, type[nn.Module]]:
 
 
 def _put_back(kinds: dict[str, type[nn.Module]], made: dict[str, type[nn.Module]]) -> None:
-    """The classes as they were: a registration that fails half-way leaves some replaced."""
+    """Restore the classes: a registration that fails half-way leaves some replaced."""
     for module in list(sys.modules.values()):
         for name, kind in kinds.items():
             if getattr(module, "__dict__", {}).get(name) is made[name]:
@@ -317,7 +318,7 @@ def _put_back(kinds: dict[str, type[nn.Module]], made: dict[str, type[nn.Module]
 
 
 def _accelerated_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name whose instances are accelerated when they are made."""
+    """A subclass of the same name whose instances are accelerated from the start."""
 
     def init(self: nn.Module, *args, **kwargs) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -331,38 +332,17 @@ def _accelerated_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _takes_borders(kind: type) -> bool:
-    """Whether this release hands borders of packed sequences on to its gated delta layers."""
+    """Whether this release passes the borders of packed sequences to its gated delta layers."""
     parameters = inspect.signature(inspect.unwrap(kind.forward)).parameters.values()
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _note_borders(name: str, parent: nn.Module, args, kwargs) -> None:
-    """Releases before 5.9 stop the borders one level above the layer: take them there."""
+    """Releases before 5.9 pass borders to the decoder layer only: note them there."""
     found = {k: kwargs[k] for k in ("cu_seq_lens_q", "seq_idx") if kwargs.get(k) is not None}
     getattr(parent, name).__dict__[_BORDERS] = found
 
 
 def _stock(layer: nn.Module) -> MethodType:
-    """The forward an accelerated layer had before."""
-    return layer.__dict__[_KEPT] or MethodType(type(layer).forward, layer)
-
-
-def _slot(layer: nn.Module) -> str:
-    """Which attribute holds the forward: accelerate's hooks wrap it and keep it elsewhere."""
-    return "_old_forward" if "_old_forward" in layer.__dict__ else "forward"
-
-
-def _before(layer: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Fire accelerate's hooks of submodules whose weights are used without calling them."""
-    hooked = []
-    for name in ("conv1d", "norm"):
-        child = layer._modules[name]
-        if hook := child.__dict__.get("_hf_hook"):
-            hook.pre_forward(child)
-            hooked.append((child, hook))
-    return hooked
-
-
-def _after(hooked: list[tuple[nn.Module, Any]]) -> None:
-    for child, hook in reversed(hooked):
-        hook.post_forward(child, ())
+    """The forward that an accelerated layer had before."""
+    return layer.__dict__[_KEPT] or private.class_forward(layer)

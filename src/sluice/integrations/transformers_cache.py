@@ -1,9 +1,9 @@
 """Where transformers keeps a gated delta layer's states, release by release.
 
-5.0 to 5.4 have a cache class of the model's own, with lists. From 5.5 on each layer has a cache
-object: with two tensors until 5.13, with dictionaries of them since. Every release keeps the window
-``[B, D, W]`` and the recurrent state ``[B, HV, K, V]``; the dtype of the latter is float32, except
-5.5 to 5.13, which round it to the model's.
+In 5.0 to 5.4 each model has its own cache class, with lists. From 5.5 on each layer has a cache
+object: with two tensors until 5.13, with dictionaries of tensors since then. Every release keeps
+the window ``[B, D, W]`` and the recurrent state ``[B, HV, K, V]``. The state is float32, except in
+5.5 to 5.13, which round it to the model's dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def states(cache: Any, index: int) -> tuple[Tensor, Tensor] | None:
-    """(window, state) of a layer, to be updated in place; None before its first token."""
+    """(window, state) of a layer, to update in place; None before its first token."""
     if _is_lists(cache):
         if cache.conv_states[index] is None:
             return None
@@ -28,7 +28,7 @@ def states(cache: Any, index: int) -> tuple[Tensor, Tensor] | None:
 
 
 def keep(cache: Any, index: int, window: Tensor, state: Tensor, width: int) -> None:
-    """Hand a layer's first states to the cache."""
+    """Put a layer's first states into the cache."""
     if _is_lists(cache):
         cache.conv_states[index], cache.recurrent_states[index] = window, state
         return
@@ -37,7 +37,7 @@ def keep(cache: Any, index: int, window: Tensor, state: Tensor, width: int) -> N
 
 
 def records_past(cache: Any, index: int) -> bool:
-    """Whether the cache wants every input kept, to be cut back later."""
+    """Whether the cache keeps every input, so that it can be cut back later."""
     if _is_lists(cache) or index >= len(cache.layers):
         return False
     return bool(getattr(cache.layers[index], "record_past", False))
@@ -48,5 +48,5 @@ def _is_lists(cache: Any) -> bool:
 
 
 def _first(x: Any) -> Any:
-    """The first of a layer's states, where it may have several."""
+    """The first of a layer's states, which may be several."""
     return x[0] if isinstance(x, dict) else x

@@ -1,20 +1,19 @@
 """GatedDeltaNet: the layer as an ``nn.Module``, with transformers' parameter names.
 
-``mix`` is the layer's computation, for any module that has these parameters: the class here and
-transformers' own layers alike. Heads are grouped by the operators; q and k are never repeated.
+``mix`` is the layer's computation, for any module with these parameters: this class and
+transformers' own layers alike. The operators group heads, so q and k are never repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sluice import ops
+from sluice import ops, torch_private
 from sluice.contract.errors import ContractError
-from sluice.contract.problem import MAX_DECODE_TOKENS
+from sluice.contract.spec import MAX_DECODE_TOKENS
 from sluice.layers.qwen import QwenShape, from_config, preset
 from sluice.layers.rows import Rows, check_mask, pack, without_masked
 from sluice.layers.weights import shape_of, split_interleaved
@@ -33,11 +32,11 @@ class GatedDeltaNet(nn.Module):
     """A gated delta layer of Qwen3-Next (order "interleaved") or Qwen3.5 and later ("split").
 
     Projections, causal convolution, gated delta rule, gated norm, output projection. Parameter
-    names and shapes are transformers' own, so its state dicts load as they are.
+    names and shapes are those of transformers, so its state dicts load unchanged.
 
     Args:
         shape: dimensions and order, whole or as one rank holds them (``layers.qwen``).
-        device: where parameters are made; torch's default by default. dtype: likewise.
+        device: of the parameters; torch's default device by default. dtype: likewise.
 
     >>> import torch, sluice
     >>> from sluice.layers import GatedDeltaNet, QwenShape
@@ -83,17 +82,17 @@ class GatedDeltaNet(nn.Module):
             self.in_proj_a = linear(shape.hidden, HV)
         self.conv1d = nn.Conv1d(D, D, shape.conv_width, groups=D, bias=False, **made)
         self.dt_bias = nn.Parameter(torch.ones(HV, **made))
-        # away from 0, whose logarithm no dtype holds
+        # not 0: log(0) is -inf
         self.A_log = nn.Parameter(torch.empty(HV, **made).uniform_(0.01, 16).log_())
         self.norm: nn.Module = GatedNorm(shape.head_v_dim, **made)
         self.out_proj = linear(shape.value_dim, shape.hidden)
 
     @classmethod
     def from_preset(cls, name: str, *, tp: int = 1, **factory: Any) -> GatedDeltaNet:
-        """A layer of a model by name, as one of ``tp`` ranks holds it, with random weights.
+        """One of ``tp`` ranks' share of a named model's layer, with random weights.
 
-        ``factory``: ``device`` and ``dtype``. Weights of a whole layer are divided by
-        ``layers.shard_weights``; the sum over ranks is the layer's output.
+        ``factory``: ``device`` and ``dtype``. ``layers.shard_weights`` divides a whole layer's
+        weights; the sum of the ranks' outputs is the layer's output.
 
         >>> from sluice.layers import GatedDeltaNet
         >>> layer = GatedDeltaNet.from_preset("qwen3.5-27b", tp=2, device="meta")
@@ -109,14 +108,14 @@ class GatedDeltaNet(nn.Module):
 
     @classmethod
     def from_transformers(cls, layer: nn.Module) -> GatedDeltaNet:
-        """The same layer with the same parameters: they are shared, nothing is copied.
+        """The same layer with the same parameters, shared and not copied.
 
         Args:
             layer: ``Qwen3NextGatedDeltaNet``, ``Qwen3_5GatedDeltaNet``,
                 ``Qwen3_5MoeGatedDeltaNet`` or ``Qwen4ExpTextGatedDeltaNet``.
 
         Raises:
-            ContractError: a layer of another class, or with an activation no operator serves.
+            ContractError: an unknown class of layer, or an activation that no operator serves.
         """
         net = cls(shape_of(layer), device="meta")
         for name, child in layer.named_children():
@@ -133,7 +132,7 @@ class GatedDeltaNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``(conv_state, state)`` of ``n`` sequences that have not begun.
+        """``(conv_state, state)`` for ``n`` new sequences.
 
         ``conv_state`` [n, D, W - 1] in ``dtype``, ``state`` [n, HV, V, K] ("kv": [n, HV, K, V]) in
         ``state_dtype``; ``dtype`` and ``device`` default to those of the weights.
@@ -166,8 +165,8 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """The layer's output; states are continued and updated in place.
 
-        Up to 8 tokens a row, with states, run as one ``step``; everything else as ``conv_qkv``,
-        ``prefill`` and ``rms_norm_gated``.
+        A call with states and up to 8 tokens per row runs as one ``step``; every other call runs as
+        ``conv_qkv``, ``prefill`` and ``rms_norm_gated``.
 
         Args:
             hidden_states: [B, T, hidden]; packed sequences as [T, hidden] or [1, T, hidden] with
@@ -178,12 +177,12 @@ class GatedDeltaNet(nn.Module):
             slots: as in :func:`sluice.prefill`, for both states; so are ``write_slots``,
                 ``has_state``, ``pad_slot``, ``state_layout``, ``cu_seqlens``, ``cu_seqlens_cpu``,
                 ``checkpoints`` (of both states) and ``batch_invariant``.
-            attention_mask: [B, T], not 0 where there is a token. The tokens of a row are
-                neighbours; padding before and behind them is exact: its output is zeros, and no
-                state sees it. A row without tokens keeps its state.
+            attention_mask: [B, T], 0 for padding. The tokens of a row must be contiguous. Padding
+                before and after them has no effect: its output is zeros, and it changes no state.
+                A row without tokens keeps its state.
 
         Returns:
-            [B, T, hidden] (or as the input), in the dtype of the projections.
+            [B, T, hidden] (or the input's shape), in the dtype of the projections.
 
         Raises:
             ContractError: an argument does not keep the contract.
@@ -230,7 +229,7 @@ def mix(
         else:
             rows = pack(attention_mask != 0, rows)
     kept = rows.state is not None and rows.cu_seqlens is None and rows.checkpoints is None
-    # a graph for ONNX serves any number of tokens, so it must not ask how many there are
+    # an ONNX graph serves any number of tokens, so it must not depend on the number
     if kept and not exporting and T <= MAX_DECODE_TOKENS:
         y = _step(layer, shape, x, rows)
     else:
@@ -239,8 +238,8 @@ def mix(
 
 
 def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
-    """At most 8 tokens a row, from states."""
-    part: Callable[[Any, str], Any] = getattr if torch.compiler.is_compiling() else _part
+    """At most 8 tokens per row, with states."""
+    part = getattr if torch.compiler.is_compiling() else torch_private.part
     qkvz: Any
     ba: Any
     if shape.order == "interleaved":
@@ -274,19 +273,8 @@ def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def _part(module: nn.Module, name: str) -> Any:
-    """What ``getattr`` gives, sooner: it looks for parameters and children last.
-
-    A decode step is bound by the host where the GPU is fast, and asks for a dozen of them.
-    """
-    for kept in (module._modules, module._parameters):
-        if kept.get(name) is not None:
-            return kept[name]
-    return getattr(module, name)
-
-
 def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) -> Tensor:
-    """Any number of tokens; a masked batch comes as one packed row (``pack``)."""
+    """Any number of tokens; ``pack`` has made a masked batch into one packed row."""
     s, (B, T) = shape, (x.shape[0], x.shape[-2])
     qkv, z, b, a = _project(layer, s, x)
     if masked:
@@ -342,7 +330,7 @@ def _project(layer: Any, s: QwenShape, x: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _with_states(shape: QwenShape, x: Tensor, rows: Rows) -> Rows:
-    """States that are thrown away: padding is addressed by slots, which need one."""
+    """Temporary states: slots mark padding, and slots require a state."""
     s, B = shape, x.shape[0]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     tail = (s.head_v_dim, s.head_k_dim)
@@ -354,7 +342,7 @@ def _with_states(shape: QwenShape, x: Tensor, rows: Rows) -> Rows:
 
 
 def _check(shape: QwenShape, x: Tensor, rows: Rows, mask: Tensor | None) -> None:
-    """What the operators cannot see: hidden states, the pair of states, the mask."""
+    """Check what the operators do not: hidden states, the pair of states, the mask."""
     if x.dim() not in (2, 3) or x.shape[-1] != shape.hidden:
         sizes = f"[B, T, {shape.hidden}], or packed or one token a row [.., {shape.hidden}]"
         raise _refusal("hidden_states", f"shape {sizes}", f"shape {list(x.shape)}")
@@ -370,7 +358,7 @@ def _check(shape: QwenShape, x: Tensor, rows: Rows, mask: Tensor | None) -> None
 
 
 def _check_mask(x: Tensor, rows: Rows, mask: Tensor) -> None:
-    """A mask's shape and place; its values where that costs nothing."""
+    """Check a mask's shape and device, and its values where that needs no waiting."""
     if rows.cu_seqlens is not None:
         raise _refusal("attention_mask", "None beside cu_seqlens", "both")
     if rows.pad_slot != -1 and rows.slots is None:
@@ -380,8 +368,8 @@ def _check_mask(x: Tensor, rows: Rows, mask: Tensor) -> None:
         raise _refusal("attention_mask", f"shape {padded}", list(mask.shape))
     if mask.device != x.device:
         raise _refusal("attention_mask", f"device {x.device}", mask.device)
-    # values are read back here, so not while torch traces
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    # reads values on the host, so not while torch traces
+    traced = torch.compiler.is_compiling() or torch_private.dispatch_modes() > 0
     if mask.shape[1] > 1 and not traced and (mask.device.type == "cpu" or validating()):
         check_mask(mask)
 

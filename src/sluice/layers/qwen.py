@@ -1,7 +1,7 @@
 """Every Qwen shape with gated delta layers, by name and tensor parallel size, as data.
 
-A row says what one model's linear layers look like; nothing here builds or runs anything, and
-nothing here needs torch. Head counts are those of one rank once :meth:`QwenShape.shard` was used.
+A row describes the linear layers of one model. This module builds and runs nothing and does not
+need torch. After :meth:`QwenShape.shard`, head counts are those of one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sluice.contract.errors import ContractError
 Order = Literal["interleaved", "split"]
 GateActivation = Literal["silu", "sigmoid"]
 
-# transformers' model types whose linear layers are known, and the row order of their weights
+# transformers' model types with known linear layers, and the row order of their weights
 ORDERS: dict[str, Order] = {
     "qwen3_next": "interleaved",
     "qwen3_5": "split",
@@ -37,11 +37,11 @@ class QwenShape:
 
     ``order`` is the row order of the input projections: ``"interleaved"`` (one ``in_proj_qkvz``,
     ``[q | k | r·v | r·z]`` per key head, and ``in_proj_ba``; Qwen3-Next) or ``"split"``
-    (``in_proj_qkv`` as ``[Q | K | V]``, then z, b, a apart; Qwen3.5 and later). Conv channels are
+    (``in_proj_qkv`` as ``[Q | K | V]``; separate z, b and a; Qwen3.5 and later). Conv channels are
     ``[Q all | K all | V all]`` in both. Value head ``h`` uses key head ``h // r``.
 
-    Raises :class:`~sluice.contract.errors.ContractError` for counts that cannot be: a dimension
-    below 1, value heads that are no multiple of the key heads, a linear layer out of range.
+    Raises :class:`~sluice.contract.errors.ContractError` for impossible counts: a dimension below
+    1, value heads that are not a multiple of the key heads, a linear layer out of range.
 
     >>> shape = preset("Qwen3.5-27B")
     >>> shape.num_k_heads, shape.num_v_heads, shape.r, shape.conv_channels
@@ -54,7 +54,7 @@ class QwenShape:
     hidden: int
     num_k_heads: int
     num_v_heads: int
-    layers: int  # all layers, those with full attention too
+    layers: int  # all layers, including those with full attention
     linear_layer_ids: tuple[int, ...] = field(repr=False)  # which of them are gated delta layers
     head_k_dim: int = 128
     head_v_dim: int = 128
@@ -62,7 +62,7 @@ class QwenShape:
     order: Order = "split"
     gate_activation: GateActivation = "silu"
     norm_eps: float = 1e-6
-    tp: int = 1  # ranks the heads were divided over so far
+    tp: int = 1  # number of ranks that share the heads
 
     def __post_init__(self) -> None:
         dims = ("hidden", "num_k_heads", "num_v_heads", "layers", "head_k_dim", "head_v_dim", "tp")
@@ -108,7 +108,7 @@ class QwenShape:
 
     @property
     def linear_layers(self) -> int:
-        """How many layers are gated delta layers (and so have conv and recurrent state)."""
+        """The number of gated delta layers, which have conv and recurrent state."""
         return len(self.linear_layer_ids)
 
     def linear_index(self, layer: int) -> int:
@@ -126,10 +126,10 @@ class QwenShape:
             raise ContractError("linear_index", "layer", expected, layer) from None
 
     def shard(self, tp: int) -> QwenShape:
-        """The shape one rank holds when heads are divided over ``tp`` ranks; ``hidden`` stays.
+        """One rank's shape when heads are divided over ``tp`` ranks.
 
-        Both head counts are divided, so ``r`` stays. A shard may be sharded again. Raises
-        ``ContractError`` when ``tp`` does not divide both.
+        Both head counts are divided, so ``r`` and ``hidden`` stay. A shard may be sharded again.
+        Raises ``ContractError`` when ``tp`` does not divide both.
 
         >>> preset("qwen3.5-397b-a17b").shard(16).num_k_heads
         1
@@ -146,7 +146,7 @@ class QwenShape:
 
 
 def linear_layers_of(layers: int, interval: int = 4) -> tuple[int, ...]:
-    """Layer numbers that are linear when the last of every ``interval`` has full attention.
+    """The numbers of the linear layers, if every ``interval``-th layer has full attention.
 
     >>> linear_layers_of(8)
     (0, 1, 2, 4, 5, 6)
@@ -188,12 +188,12 @@ _ENDINGS = re.compile(r"(instruct|thinking|base|fp8)+$")
 
 
 def _key(name: str) -> str:
-    """``Qwen/Qwen3_5-27B-FP8`` → ``qwen3527b``: what is left when spelling is ignored."""
+    """``Qwen/Qwen3_5-27B-FP8`` → ``qwen3527b``: the name without its spelling variants."""
     return _ENDINGS.sub("", re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower()))
 
 
 def _nearest(key: str, names: dict[str, str]) -> str | None:
-    """The known name that begins with ``key``, else the one most like it, else none."""
+    """The known name that begins with ``key``, else the most similar one, else None."""
     longer = [known for known in names if key and known.startswith(key)]
     near = longer or difflib.get_close_matches(key, names, n=1)
     return names[near[0]] if near else None
@@ -203,7 +203,7 @@ def preset(name: str, tp: int = 1) -> QwenShape:
     """The shape of a model by name, as one of ``tp`` ranks holds it (default: whole).
 
     Case, ``-``, ``_``, ``.``, an owner (``Qwen/``) and endings such as ``-Instruct`` or ``-FP8``
-    are ignored. Raises ``ContractError`` with the nearest names for one that is not known.
+    are ignored. Raises ``ContractError`` with the nearest name for an unknown one.
 
     >>> preset("qwen3_5_27b") == preset("Qwen/Qwen3.5-27B-FP8") == PRESETS["Qwen3.5-27B"]
     True
@@ -228,9 +228,9 @@ def preset(name: str, tp: int = 1) -> QwenShape:
 def from_config(config: Any) -> QwenShape:
     """Read a shape from a transformers config of Qwen3-Next, Qwen3.5(-MoE) or Qwen4-Exp.
 
-    ``config`` is the config object or the mapping of its ``config.json``; a multimodal one is read
-    through its ``text_config``. Only attributes are looked at: transformers is not imported. Raises
-    ``ContractError`` naming the attribute that is missing or has a value no operator serves.
+    ``config`` is the config object or the mapping of its ``config.json``; of a multimodal config,
+    ``text_config`` is read. transformers is not imported. Raises ``ContractError`` naming the
+    attribute that is missing, or whose value no operator serves.
 
     >>> from_config({
     ...     "model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 8,

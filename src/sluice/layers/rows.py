@@ -1,7 +1,7 @@
-"""Where a layer's sequences are: states, slots, borders, and padding turned into borders.
+"""The states, slots and borders of a layer's sequences; padding becomes packed sequences.
 
-A padded batch is one packed row in which padding has sequences of its own, without state. That
-holds for padding on either side, and nothing is read back to the host.
+A padded batch is turned into one packed row, in which each stretch of padding is a sequence without
+state. This handles padding on either side, and the host reads nothing from the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sluice.contract.errors import ContractError
 
 
 class Rows(NamedTuple):
-    """States, where each sequence finds its own, and where sequences are."""
+    """States, the slots that address them, and the borders of the sequences."""
 
     conv_state: Tensor | None = None
     state: Tensor | None = None
@@ -31,16 +31,16 @@ class Rows(NamedTuple):
     batch_invariant: bool = False
 
     def addressing(self) -> dict[str, Any]:
-        """What every operator takes, by keyword."""
+        """The keyword arguments that every operator takes."""
         return dict(zip(self._fields[2:6], self[2:6], strict=True))
 
 
 def pack(live: Tensor, rows: Rows) -> Rows:
-    """Rows of a padded batch [B, T] as 3 B packed sequences: padding, tokens, padding.
+    """A padded batch [B, T] as 3 B packed sequences: padding, tokens, padding for each row.
 
-    The padding gets slot -1, so that no state sees it, wherever it lies: nothing is read back to
-    the host. ``rows`` addresses B sequences. Arguments are those of packed prompts of a pool, so
-    that the same kernels serve both.
+    Padding gets slot -1, so it changes no state, and the host need not read where it lies. ``rows``
+    addresses B sequences. The arguments have the form of packed prompts of a pool, so the same
+    kernels serve both.
     """
     B, T = live.shape
     known = live.new_ones(B) if rows.has_state is None else rows.has_state
@@ -63,13 +63,13 @@ def pack(live: Tensor, rows: Rows) -> Rows:
 
 
 def without_masked(B: int, rows: Rows, live: Tensor) -> Rows:
-    """One token a row: a masked one makes its row a padded one."""
+    """For one token per row: a row whose token is masked becomes a padded row."""
     slots = torch.arange(B, device=live.device) if rows.slots is None else rows.slots
     return rows._replace(slots=torch.where(live.squeeze(1), slots, -1))
 
 
 def check_mask(mask: Tensor) -> None:
-    """Values, so on a CPU or inside ``validate()`` only: the tokens of a row are neighbours."""
+    """Require each row's tokens to be contiguous. Reads values: for a CPU or ``validate()``."""
     live = mask != 0
     begins = live[:, 0] + (live[:, 1:] & ~live[:, :-1]).sum(1)
     if bool((begins > 1).any()):
@@ -79,6 +79,6 @@ def check_mask(mask: Tensor) -> None:
 
 
 def _between(x: Tensor, padding: float) -> Tensor:
-    """[B, ..] -> [3 B, ..]: each row between two of padding."""
+    """[B, ..] -> [3 B, ..]: each row between two rows of padding."""
     beside = torch.full_like(x, padding)
     return torch.stack([beside, x, beside], dim=1).flatten(0, 1)

@@ -1,6 +1,7 @@
-"""Weights of a gated delta layer: which transformers layers are known, and one rank's share of one.
+"""Weights of a gated delta layer: the known transformers layers, and one rank's share of one.
 
-Parameter names are transformers' own, so state dicts load as they are. Nothing here imports it.
+Parameter names are those of transformers, so state dicts load unchanged. This module does not
+import transformers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ LAYERS: dict[str, Order] = {
     "Qwen4ExpTextGatedDeltaNet": "split",
 }
 
+ACCELERATED_SHAPE = "_sluice_shape"
+"""The attribute with which ``sluice.accelerate`` marks a layer: its shape."""
+
 # how heads are divided over ranks: by rows, by the rows of Q, K and V each, by columns, or not
 _BY_ROWS = ("in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias")
 _BY_SECTIONS = ("in_proj_qkv", "conv1d")
@@ -37,13 +41,13 @@ def is_known(layer: object) -> bool:
 def shape_of(layer: Any) -> QwenShape:
     """The shape of a transformers layer, as :class:`QwenShape` (of a model with one layer).
 
-    Raises ``ContractError`` for a layer of another class, and for activations no operator serves.
+    Raises ``ContractError`` for an unknown class, and for activations that no operator serves.
     """
     kind = type(layer).__name__
     if not is_known(layer):
         raise ContractError("from_transformers", "layer", f"one of {', '.join(LAYERS)}", kind)
     conv = _activation(layer, "layer")
-    # older releases do not say what its norm's gate is: silu, in all of them
+    # older releases do not name the activation of the norm's gate; it is silu in all of them
     named = hasattr(layer.norm, "activation") or not _is_norm(layer.norm)
     gate = _activation(layer.norm, "layer.norm") if named else "silu"
     if conv != "silu":
@@ -73,8 +77,8 @@ def shard_weights(
     """One rank's share of a whole layer's state dict, for a layer of ``shape.shard(tp)``.
 
     The output projection is divided by columns: the sum of all ranks' outputs is the layer's.
-    A contiguous slice of ``in_proj_qkv`` or ``conv1d`` is not a head shard; Q, K and V are divided
-    each, see :func:`shard_channels`.
+    A contiguous slice of ``in_proj_qkv`` or ``conv1d`` is not a head shard: Q, K and V are divided
+    one by one (:func:`shard_channels`).
 
     Args:
         weights: a whole layer's ``state_dict()``, in either order.
@@ -82,7 +86,7 @@ def shard_weights(
         rank: 0 to ``tp - 1``. tp: the number of ranks, which divides both head counts.
 
     Raises:
-        ContractError: a name that is not known, a size that does not fit ``shape``, a wrong rank.
+        ContractError: an unknown name, a size that does not fit ``shape``, a wrong rank.
 
     >>> from sluice.layers import GatedDeltaNet, QwenShape
     >>> shape = QwenShape("small", 32, 2, 4, 1, (0,), head_k_dim=8, head_v_dim=8)
@@ -114,8 +118,8 @@ def shard_weights(
 def shard_channels(x: Tensor, shape: QwenShape, *, rank: int, tp: int, dim: int = 0) -> Tensor:
     """One rank's conv channels of ``x``, which has D = 2 HK K + HV V of them in ``dim``.
 
-    For what is laid out ``[Q all | K all | V all]``: rows of ``in_proj_qkv``, conv weights, and
-    conv states (``dim=1`` of [P, D, L]). Each section is divided apart.
+    For the order ``[Q all | K all | V all]``: rows of ``in_proj_qkv``, conv weights, and conv
+    states (``dim=1`` of [P, D, L]). Each of the three sections is divided by itself.
 
     >>> import torch
     >>> shape = QwenShape("tiny", 4, 2, 2, 1, (0,), head_k_dim=1, head_v_dim=1)
@@ -151,7 +155,7 @@ def _part(x: Tensor, dim: int, rank: int, tp: int) -> Tensor:
 
 
 def _is_norm(module: object) -> bool:
-    """Whether it is the gated norm of a transformers model file."""
+    """Whether ``module`` is the gated norm of a transformers model file."""
     kind = type(module)
     return kind.__name__.endswith("RMSNormGated") and kind.__module__.startswith("transformers.")
 

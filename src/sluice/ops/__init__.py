@@ -1,7 +1,7 @@
 """The public operators, docs/contract.md.
 
-Each one brings its arguments into canonical form, allocates what the caller did not, and hands over
-to ``library.call``: checks, choice of backend, kernel.
+Each one lists its tensors and options in the order of its spec and hands over to ``calls.call``.
+Beside it stands what brings its arguments into canonical form, once per combination of metadata.
 """
 
 from sluice.ops.checkpoints import Checkpoints

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sluice import library
+from sluice import calls
+from sluice.calls import Canonical, Operator
+from sluice.contract import checks, values
 from sluice.contract.errors import ContractError
-from sluice.contract.options import ConvOptions
-from sluice.contract.tensors import ConvQkvTensors, ConvTensors, Rows
-from sluice.ops.canonical import Tokens, conv_taps, tensor
+from sluice.contract.spec import ConvQkvSpec, ConvSpec
+from sluice.ops.canonical import Tokens, conv_taps
 from sluice.ops.checkpoints import Checkpoints, parts
+from sluice.torch_ops import register
 
 
 def causal_conv1d(
@@ -60,23 +64,20 @@ def causal_conv1d(
     >>> y.flatten().tolist(), window.flatten().tolist()
     ([0.0, 1.0, 3.0, 6.0, 9.0, 12.0], [4.0, 5.0])
     """
-    rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
-    op = "causal_conv1d"
-    packed = tensor(op, x, "x").dim() == 2
-    tokens = Tokens(op, rows, layout, ("btd", "bdt"), packed=packed)
-    x_, taps = tokens(x, "x", 3), conv_taps(op, weight)
-    made = state
-    if made is None:
-        _needs_state(op, rows, checkpoints, freeze)
-        made = x_.new_zeros(tokens.sequences(x_), x_.shape[2], max(taps.shape[1] - 1, 0))
-    y = x_.new_empty(x_.shape) if out is None else tokens(out, "out", 3)
-    slots_kept, positions, every = parts(op, checkpoints)
-    tensors = ConvTensors(x_, taps, bias, made, rows, slots_kept, positions, y)
-    options = ConvOptions(activation, pad_slot, freeze, every)
-    library.call(library.CAUSAL_CONV1D, tensors, options, backend)
-    y = tokens.restore(y) if out is None else out
-    inputs = (x, weight, bias, state)
-    return library.without_gradient(op, y, *inputs), library.without_gradient(op, made, *inputs)
+    kept, positions, every = parts("causal_conv1d", checkpoints)
+    if state is None:
+        _needs_state("causal_conv1d", slots, write_slots, has_state, checkpoints, freeze)
+    tensors = [
+        x, weight, bias, state, slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu, kept,
+        positions, out,
+    ]  # fmt: skip
+    options = (activation, pad_slot, freeze, every)
+    made = calls.call(CAUSAL_CONV1D, tensors, options, layout, backend)
+    y, window = made[-1], made[_STATE]
+    if calls.wants_gradient(x, weight, bias, state):
+        y = calls.without_gradient("causal_conv1d", y, x, weight, bias, state)
+        window = calls.without_gradient("causal_conv1d", window, x, weight, bias, state)
+    return y, window
 
 
 def conv_qkv(
@@ -139,57 +140,79 @@ def conv_qkv(
     >>> q.shape, v.shape, beta[0, 0].tolist()
     (torch.Size([1, 5, 1, 8]), torch.Size([1, 5, 2, 8]), [0.5, 0.5])
     """
-    op = "conv_qkv"
-    rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
-    tokens = Tokens(op, rows, "btd", ("btd",), packed=tensor(op, x, "x").dim() == 2)
-    x_ = tokens(x, "x", 3)
+    kept, positions, every = parts("conv_qkv", checkpoints)
     if state is None:
-        _needs_state(op, rows, checkpoints, freeze)
-    a_, b_ = (None if y is None else tokens(y, name, 3) for y, name in ((a, "a"), (b, "b")))
-    dims = _head_dims(x_.shape[2], num_k_heads, num_v_heads, head_k_dim, head_v_dim)
-    heads = (num_k_heads, num_v_heads, *dims)
-    if out is None:
-        buffers = _allocate(x_, heads, a_, b_)
-        out = tuple(None if y is None else tokens.restore(y) for y in buffers)  # type: ignore[assignment]
-    assert out is not None
-    q, k, v, g, beta = _buffers(tokens, out, heads, a_, b_)
-    slots_kept, positions, every = parts(op, checkpoints)
-    tensors = ConvQkvTensors(
-        x_,
-        conv_taps(op, weight),
-        bias,
-        state,
-        rows,
-        slots_kept,
-        positions,
-        a_,
-        b_,
-        A_log,
-        dt_bias,
-        q,
-        k,
-        v,
-        g,
-        beta,
-    )
-    options = ConvOptions(activation, pad_slot, freeze, every, normalize_qk, neg_eigval)
-    library.call(library.CONV_QKV, tensors, options, backend)
-    inputs = (x, weight, bias, a, b, A_log, dt_bias, state)
-    return tuple(  # type: ignore[return-value]
-        None if y is None else library.without_gradient(op, y, *inputs) for y in out
-    )
+        _needs_state("conv_qkv", slots, write_slots, has_state, checkpoints, freeze)
+    buffers = (None,) * 5 if out is None else out
+    if len(buffers) != 5:
+        raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", f"{len(buffers)} buffers")
+    tensors = [
+        x, weight, bias, state, slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu, kept,
+        positions, a, b, A_log, dt_bias, *buffers,
+    ]  # fmt: skip
+    options = (activation, pad_slot, freeze, every, normalize_qk, neg_eigval)
+    form = (num_k_heads, num_v_heads, head_k_dim, head_v_dim, out is not None)
+    made = calls.call(CONV_QKV, tensors, options, form, backend)
+    q, k, v, g, beta = made[-5:]
+    if calls.wants_gradient(x, weight, bias, a, b, A_log, dt_bias, state):
+        inputs = (x, weight, bias, a, b, A_log, dt_bias, state)
+        q, k, v, g, beta = (
+            None if y is None else calls.without_gradient("conv_qkv", y, *inputs)
+            for y in (q, k, v, g, beta)
+        )
+    return q, k, v, g, beta
 
 
-def _allocate(
-    x: Tensor, heads: tuple[int, int, int, int], a: Tensor | None, b: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Canonical buffers for q, k, v, g and beta."""
-    B, T, _ = x.shape
-    HK, HV, K, V = heads
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    g, beta = (None if y is None else x.new_empty(B, T, HV, dtype=dtype) for y in (a, b))
-    q, k = x.new_empty(B, T, HK, K), x.new_empty(B, T, HK, K)
-    return q, k, x.new_empty(B, T, HV, V), g, beta
+def _needs_state(op: str, slots: Any, write_slots: Any, has_state: Any, *given: Any) -> None:
+    """Say which argument is of no use without a state."""
+    checkpoints, freeze = given
+    for x, name in (
+        (slots, "slots"),
+        (write_slots, "write_slots"),
+        (has_state, "has_state"),
+        (checkpoints, "checkpoints"),
+        (freeze or None, "freeze"),
+    ):
+        if x is not None:
+            raise ContractError(op, name, "state beside it", "state=None")
+
+
+_STATE = ConvSpec.TENSORS.index("state")
+
+
+def _conv_canonical(t: Any, options: tuple[Any, ...], layout: str) -> Canonical:
+    """Canonical tensors of ``causal_conv1d``, with the outputs it needs."""
+    packed = t.x.dim() == 2
+    tokens = Tokens("causal_conv1d", t.cu_seqlens, layout, ("btd", "bdt"), packed=packed)
+    x, taps = tokens(t.x, "x", 3), conv_taps("causal_conv1d", t.weight)
+    state = t.state
+    if state is None:
+        state = x.new_zeros(tokens.sequences(x), x.shape[2], max(taps.shape[1] - 1, 0))
+    out = x.new_empty(*x.shape) if t.out is None else tokens(t.out, "out", 3)
+    canonical = t._replace(x=x, weight=taps, state=state, out=out)
+    return Canonical(canonical, tokens.restore, ("out",), ("state",))
+
+
+def _qkv_canonical(t: Any, options: tuple[Any, ...], form: Any) -> Canonical:
+    """Canonical tensors of ``conv_qkv``. ``form``: HK, HV, K, V, and whether buffers are given."""
+    op, (*heads, given) = "conv_qkv", form
+    tokens = Tokens(op, t.cu_seqlens, "btd", ("btd",), packed=t.x.dim() == 2)
+    x = tokens(t.x, "x", 3)
+    a, b = tokens(t.a, "a", 3), tokens(t.b, "b", 3)
+    HK, HV = heads[:2]
+    K, V = _head_dims(x.shape[2], *heads)
+    if given:
+        q, k, v = _qkv_buffers(tokens, t, (HK, HV, K, V))
+        g, beta = tokens(t.g, "out.g", 3), tokens(t.beta, "out.beta", 3)
+    else:
+        B, T, _ = x.shape
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        q, k = x.new_empty(B, T, HK, K), x.new_empty(B, T, HK, K)
+        v = x.new_empty(B, T, HV, V)
+        g, beta = (None if y is None else x.new_empty(B, T, HV, dtype=wide) for y in (a, b))
+    taps = conv_taps(op, t.weight)
+    canonical = t._replace(x=x, weight=taps, a=a, b=b, q=q, k=k, v=v, g=g, beta=beta)
+    return Canonical(canonical, tokens.restore, ("q", "k", "v", "g", "beta"))
 
 
 def _head_dims(D: int, HK: int, HV: int, K: int | None, V: int | None) -> tuple[int, int]:
@@ -211,17 +234,9 @@ def _head_dims(D: int, HK: int, HV: int, K: int | None, V: int | None) -> tuple[
     return K, V
 
 
-def _buffers(
-    tokens: Tokens,
-    out: tuple[Tensor | None, ...],
-    heads: tuple[int, int, int, int],
-    a: Tensor | None,
-    b: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Canonical views of the output buffers, which must be as the heads and the gates say."""
-    if len(out) != 5:
-        raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", f"{len(out)} buffers")
-    for made, raw, names in ((out[3], a, ("out.g", "a")), (out[4], b, ("out.beta", "b"))):
+def _qkv_buffers(tokens: Tokens, t: Any, heads: tuple[int, int, int, int]) -> list[Any]:
+    """Canonical q, k and v where the caller brings buffers, which must fit heads and gates."""
+    for made, raw, names in ((t.g, t.a, ("out.g", "a")), (t.beta, t.b, ("out.beta", "b"))):
         if made is None and raw is not None:
             raise ContractError("conv_qkv", names[0], f"a buffer, since {names[1]} is given", None)
         if made is not None and raw is None:
@@ -229,19 +244,29 @@ def _buffers(
             raise ContractError("conv_qkv", names[0], expected, f"shape {list(made.shape)}")
     HK, HV, K, V = heads
     views = []
-    for name, y, size in zip("qkv", out[:3], ((HK, K), (HK, K), (HV, V)), strict=True):
-        view = tokens(tensor("conv_qkv", y, f"out.{name}"), f"out.{name}", 4)
-        if view.shape[2:] != size:
+    for name, size in (("q", (HK, K)), ("k", (HK, K)), ("v", (HV, V))):
+        if getattr(t, name) is None:
+            raise ContractError("conv_qkv", f"out.{name}", "a tensor", "NoneType")
+        view = tokens(getattr(t, name), f"out.{name}", 4)
+        if tuple(view.shape[2:]) != size:
             expected = f"{size[0]} heads of {size[1]}"
             raise ContractError("conv_qkv", f"out.{name}", expected, f"shape {list(view.shape)}")
         views.append(view)
-    g = None if out[3] is None else tokens(out[3], "out.g", 3)
-    beta = None if out[4] is None else tokens(out[4], "out.beta", 3)
-    return views[0], views[1], views[2], g, beta
+    return views
 
 
-def _needs_state(op: str, rows: Rows, checkpoints: Checkpoints | None, freeze: bool) -> None:
-    given = (*rows[:3], checkpoints, freeze or None)
-    for x, name in zip(given, (*Rows._fields[:3], "checkpoints", "freeze"), strict=True):
-        if x is not None:
-            raise ContractError(op, name, "state beside it", "state=None")
+_BUFFERS = tuple((name, f"out.{name}") for name in ("q", "k", "v", "g", "beta"))
+CAUSAL_CONV1D = Operator(
+    "causal_conv1d", ConvSpec, _conv_canonical, checks.conv, values.conv, ("state", "out")
+)
+CONV_QKV = Operator(
+    "conv_qkv",
+    ConvQkvSpec,
+    _qkv_canonical,
+    checks.conv_qkv,
+    values.conv,
+    ("state", "q", "k", "v", "g", "beta"),
+    _BUFFERS,
+)
+for _op in (CAUSAL_CONV1D, CONV_QKV):
+    register(_op)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sluice import library
-from sluice.contract import checks
+from sluice import calls
+from sluice.calls import Canonical, Operator
+from sluice.contract import checks, values
 from sluice.contract.errors import ContractError
-from sluice.contract.options import CommitOptions, DeltaOptions
-from sluice.contract.tensors import CommitTensors, DeltaTensors, Rows
-from sluice.ops.canonical import Tokens, tensor
+from sluice.contract.spec import CommitSpec, DeltaSpec, VerifySpec
+from sluice.ops.canonical import Tokens
 from sluice.ops.checkpoints import Checkpoints, parts
+from sluice.torch_ops import register
 
 
 def prefill(
@@ -100,13 +102,14 @@ def prefill(
     >>> torch.allclose(o, v)  # beta = 1: the state answers the key with the value just written
     True
     """
-    rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
-    options = DeltaOptions(scale, normalize_qk, neg_eigval, pad_slot, state_layout)
-    gates = (g, beta, A_log, dt_bias)
-    call = _Call("prefill", q, k, v, gates, state, rows, options, layout, out)
-    call.keep(checkpoints, batch_invariant)
-    call.run(backend)
-    return call.outputs()
+    kept, positions, every = parts("prefill", checkpoints)
+    tensors = [
+        q, k, v, g, beta, A_log, dt_bias, state, slots, write_slots, has_state, cu_seqlens,
+        cu_seqlens_cpu, kept, positions, out, None, None, None,
+    ]  # fmt: skip
+    options = (scale, normalize_qk, neg_eigval, pad_slot, state_layout, every, batch_invariant)
+    made = calls.call(PREFILL, tensors, options, layout, backend)
+    return _results("prefill", made, q, k, v, g, beta, A_log, dt_bias, state)
 
 
 def decode(
@@ -156,16 +159,16 @@ def decode(
     >>> bool((o[1] == 0).all()), bool((pool[[1, 3]] == 0).all())
     (True, True)
     """
-    rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
-    options = DeltaOptions(scale, normalize_qk, neg_eigval, pad_slot, state_layout)
-    gates = (g, beta, A_log, dt_bias)
-    call = _Call("decode", q, k, v, gates, state, rows, options, layout, out)
-    call.run(backend)
-    return call.outputs()
+    tensors = [
+        q, k, v, g, beta, A_log, dt_bias, state, slots, write_slots, has_state, cu_seqlens,
+        cu_seqlens_cpu, None, None, out, None, None, None,
+    ]  # fmt: skip
+    options = (scale, normalize_qk, neg_eigval, pad_slot, state_layout, 0, False)
+    made = calls.call(DECODE, tensors, options, layout, backend)
+    return _results("decode", made, q, k, v, g, beta, A_log, dt_bias, state)
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """What ``verify`` keeps of its draft tokens so that ``commit`` can fold the accepted ones in.
 
     ``k`` [B, T, HK, K], ``d`` [B, T, HV, V] (the corrections of (C2); a backend may keep k's
@@ -178,7 +181,11 @@ class Draft:
     d: Tensor
     g: Tensor | None
     state: Tensor
-    rows: Rows
+    slots: Tensor | None
+    write_slots: Tensor | None
+    has_state: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
     pad_slot: int
     state_layout: str
     conv_inputs: Tensor | None
@@ -234,26 +241,25 @@ def verify(
     >>> torch.equal(pool[0], before[0]), torch.equal(pool[1], before[1])
     (True, False)
     """
-    rows = Rows(slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu)
-    options = DeltaOptions(scale, normalize_qk, neg_eigval, pad_slot, state_layout)
-    gates = (g, beta, A_log, dt_bias)
-    tensor("verify", state, "state")
-    call = _Call("verify", q, k, v, gates, state, rows, options, layout, out)
-    window = None
-    if conv_inputs is not None:
-        window = call.tokens(conv_inputs, "conv_inputs", 3, layout="btd")
-    checks.window("verify", window, conv_state, call.t)
-    kept = call.draft()
-    call.run(backend)
-    draft_k, draft_d, draft_g = (
-        None if x is None else library.without_gradient("verify", x, *call.inputs) for x in kept
-    )
-    assert draft_k is not None
-    assert draft_d is not None
+    tensors = [
+        q, k, v, g, beta, A_log, dt_bias, state, slots, write_slots, has_state, cu_seqlens,
+        cu_seqlens_cpu, None, None, out, None, None, None, conv_inputs, conv_state,
+    ]  # fmt: skip
+    options = (scale, normalize_qk, neg_eigval, pad_slot, state_layout, 0, False)
+    made = calls.call(VERIFY, tensors, options, layout, backend)
+    if conv_inputs is not None and conv_inputs.dim() == 2:
+        conv_inputs = conv_inputs.unsqueeze(0)
+    o, kept = made[_OUT], made[_DRAFT : _DRAFT + 3]
+    inputs = (q, k, v, g, beta, A_log, dt_bias, state)
+    if calls.wants_gradient(*inputs):
+        o = calls.without_gradient("verify", o, *inputs)
+        kept = [None if x is None else calls.without_gradient("verify", x, *inputs) for x in kept]
+    draft_k, draft_d, draft_g = kept
     draft = Draft(
-        draft_k, draft_d, draft_g, call.state, rows, pad_slot, state_layout, window, conv_state
-    )
-    return call.outputs()[0], draft
+        draft_k, draft_d, draft_g, state, slots, write_slots, has_state, cu_seqlens,
+        cu_seqlens_cpu, pad_slot, state_layout, conv_inputs, conv_state,
+    )  # fmt: skip
+    return o, draft
 
 
 def commit(draft: Draft, num_accepted: Tensor, *, backend: str | None = None) -> Tensor:
@@ -271,99 +277,91 @@ def commit(draft: Draft, num_accepted: Tensor, *, backend: str | None = None) ->
     """
     if not isinstance(draft, Draft):
         raise ContractError("commit", "draft", "a Draft from verify", type(draft).__name__)
-    tensors = CommitTensors(
-        draft.k,
-        draft.d,
-        draft.g,
-        num_accepted,
-        draft.state,
-        draft.rows,
-        draft.conv_inputs,
+    tensors = [
+        draft.k, draft.d, draft.g, num_accepted, draft.state, draft.slots, draft.write_slots,
+        draft.has_state, draft.cu_seqlens, draft.cu_seqlens_cpu, draft.conv_inputs,
         draft.conv_state,
-    )
-    library.call(
-        library.COMMIT, tensors, CommitOptions(draft.pad_slot, draft.state_layout), backend
-    )
-    wanted = (draft.k, draft.state, draft.conv_inputs)
-    return library.without_gradient("commit", draft.state, *wanted)
+    ]  # fmt: skip
+    calls.call(COMMIT, tensors, (draft.pad_slot, draft.state_layout), None, backend)
+    return calls.without_gradient("commit", draft.state, draft.k, draft.state, draft.conv_inputs)
 
 
-class _Call:
-    """A call of the recurrence: canonical tensors, allocated outputs, and the way back."""
-
-    def __init__(
-        self,
-        op: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-        state: Tensor | None,
-        rows: Rows,
-        options: DeltaOptions,
-        layout: str,
-        out: Tensor | None,
-    ) -> None:
-        self.op, self.inputs, self.options = op, (q, k, v, *gates, state), options
-        packed = tensor(op, q, "q").dim() == 3
-        self.tokens = Tokens(op, rows, layout, ("bthd", "bhtd"), packed=packed)
-        g, beta, A_log, dt_bias = gates
-        tokens = self.tokens
-        q, k, v = tokens(q, "q", 4), tokens(k, "k", 4), tokens(v, "v", 4)
-        g = None if g is None else tokens(g, "g", 3, 4)
-        beta = None if beta is None else tokens(beta, "beta", 3)
-        if state is None:
-            _no_rows(op, rows)
-            tail = (
-                (v.shape[3], q.shape[3])
-                if options.state_layout == "vk"
-                else (q.shape[3], v.shape[3])
-            )
-            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-            state = q.new_zeros(self.tokens.sequences(q), v.shape[2], *tail, dtype=dtype)
-        self.state, self.out = state, out
-        if out is None:
-            heads = max(q.shape[2], v.shape[2])
-            made = v.new_empty(*v.shape[:2], heads, v.shape[3])
-        else:
-            made = self.tokens(out, "out", 4)
-        self.t = DeltaTensors(q, k, v, g, beta, A_log, dt_bias, state, rows, None, None, made)
-
-    def keep(self, checkpoints: Checkpoints | None, batch_invariant: bool) -> None:
-        """Options of prefill alone."""
-        slots, positions, every = parts(self.op, checkpoints)
-        self.t = self.t._replace(checkpoint_slots=slots, checkpoint_positions=positions)
-        self.options = self.options._replace(
-            checkpoint_every=every, batch_invariant=batch_invariant
-        )
-
-    def draft(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Allocate what verify keeps."""
-        q, k, v, g = self.t.q, self.t.k, self.t.v, self.t.g
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        kept = (
-            k.new_empty(k.shape, dtype=dtype),
-            v.new_empty(v.shape, dtype=dtype),
-            None if g is None else g.new_empty(g.shape, dtype=dtype),
-        )
-        self.t = self.t._replace(draft_k=kept[0], draft_d=kept[1], draft_g=kept[2])
-        return kept
-
-    def run(self, backend: str | None) -> None:
-        library.call(library.OPERATORS[self.op], self.t, self.options, backend)
-
-    def outputs(self) -> tuple[Tensor, Tensor]:
-        """o in the caller's layout, and the state."""
-        o = self.tokens.restore(self.t.out) if self.out is None else self.out
-        if not library.wants_gradient(self.inputs):
-            return o, self.state
-        return (
-            library.without_gradient(self.op, o, *self.inputs),
-            library.without_gradient(self.op, self.state, *self.inputs),
-        )
+_STATE = DeltaSpec.TENSORS.index("state")
+_OUT = DeltaSpec.TENSORS.index("out")
+_DRAFT = DeltaSpec.TENSORS.index("draft_k")
 
 
-def _no_rows(op: str, rows: Rows) -> None:
-    for x, name in zip(rows[:3], Rows._fields[:3], strict=True):
-        if x is not None:
-            raise ContractError(op, name, "state beside it", "state=None")
+def _results(op: str, made: list[Any], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o in the caller's layout, and the state."""
+    o, state = made[_OUT], made[_STATE]
+    if calls.wants_gradient(*inputs):
+        o = calls.without_gradient(op, o, *inputs)
+        state = calls.without_gradient(op, state, *inputs)
+    return o, state
+
+
+def _canonical(op: str, t: Any, options: tuple[Any, ...], layout: str) -> Canonical:
+    """Canonical tensors of ``prefill``, ``decode`` and ``verify``, with the outputs they need."""
+    packed = t.q.dim() == 3
+    tokens = Tokens(op, t.cu_seqlens, layout, ("bthd", "bhtd"), packed=packed)
+    q, k, v = tokens(t.q, "q", 4), tokens(t.k, "k", 4), tokens(t.v, "v", 4)
+    g, beta = tokens(t.g, "g", 3, 4), tokens(t.beta, "beta", 3)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    state = t.state
+    if state is None:
+        if op == "verify":
+            raise ContractError(op, "state", "a tensor", "NoneType")
+        for name in ("slots", "write_slots", "has_state"):
+            if getattr(t, name) is not None:
+                raise ContractError(op, name, "state beside it", "state=None")
+        if t.checkpoint_slots is not None:
+            raise ContractError(op, "checkpoints", "state beside them", "state=None")
+        state_layout = options[DeltaSpec.OPTIONS.index("state_layout")]
+        widths = (v.shape[3], q.shape[3]) if state_layout == "vk" else (q.shape[3], v.shape[3])
+        state = q.new_zeros(tokens.sequences(q), v.shape[2], *widths, dtype=wide)
+    heads = max(q.shape[2], v.shape[2])
+    out = v.new_empty(*v.shape[:2], heads, v.shape[3])
+    if t.out is not None:
+        out = tokens(t.out, "out", 4)
+    draft_k = draft_d = draft_g = None
+    if op == "verify":
+        draft_k = k.new_empty(*k.shape, dtype=wide)
+        draft_d = v.new_empty(*v.shape, dtype=wide)
+        draft_g = None if g is None else g.new_empty(*g.shape, dtype=wide)
+    canonical = t._replace(
+        q=q, k=k, v=v, g=g, beta=beta, state=state, out=out,
+        draft_k=draft_k, draft_d=draft_d, draft_g=draft_g,
+    )  # fmt: skip
+    if op == "verify":
+        inputs = tokens(t.conv_inputs, "conv_inputs", 3, layout="btd")
+        canonical = canonical._replace(conv_inputs=inputs)
+    return Canonical(canonical, tokens.restore, ("out",), ("state",))
+
+
+def _as_given(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
+    """A draft is canonical: ``verify`` made it so."""
+    return Canonical(t)
+
+
+PREFILL = Operator(
+    "prefill",
+    DeltaSpec,
+    functools.partial(_canonical, "prefill"),
+    checks.delta,
+    values.delta,
+    ("state", "out"),
+)
+DECODE = PREFILL._replace(name="decode", canonical=functools.partial(_canonical, "decode"))
+VERIFY = Operator(
+    "verify",
+    VerifySpec,
+    functools.partial(_canonical, "verify"),
+    checks.verify,
+    values.delta,
+    ("out", "draft_k", "draft_d", "draft_g"),
+)
+COMMIT = Operator(
+    "commit", CommitSpec, _as_given, checks.commit, values.commit, ("state", "conv_state")
+)
+for _op in (PREFILL, DECODE, VERIFY, COMMIT):
+    register(_op)

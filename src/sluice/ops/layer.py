@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from sluice import library
+from sluice import calls
+from sluice.calls import Canonical, Operator
+from sluice.contract import checks, values
 from sluice.contract.errors import ContractError
-from sluice.contract.options import NormOptions, StepOptions
-from sluice.contract.tensors import NormTensors, Rows, StepTensors
-from sluice.ops.canonical import conv_taps, tensor
+from sluice.contract.spec import NormSpec, StepSpec
+from sluice.ops.canonical import conv_taps
+from sluice.torch_ops import register
 
 
 def rms_norm_gated(
@@ -45,11 +47,9 @@ def rms_norm_gated(
     >>> [round(v, 4) for v in y[0].tolist()]
     [0.4243, 0.5657]
     """
-    tensor("rms_norm_gated", x, "x")
-    y = x.new_empty(x.shape) if out is None else out
-    tensors = NormTensors(x, z, weight, y)
-    library.call(library.RMS_NORM_GATED, tensors, NormOptions(eps, activation), backend)
-    return library.without_gradient("rms_norm_gated", y, x, z, weight)
+    made = calls.call(RMS_NORM_GATED, [x, z, weight, out], (eps, activation), None, backend)
+    y: Tensor = made[3]
+    return calls.without_gradient("rms_norm_gated", y, x, z, weight)
 
 
 def step(
@@ -107,57 +107,66 @@ def step(
     >>> y.shape, bool((pool[1] == 0).all())
     (torch.Size([2, 16]), True)
     """
-    taps = conv_taps("step", conv_weight, "conv_weight")
-    if tensor("step", state, "state").dim() != 4:
-        expected = "4 dimensions [P, HV, V, K]"
-        raise ContractError("step", "state", expected, f"shape {list(state.shape)}")
-    _, HV, *tail = state.shape
-    first, z = _parts(qkvz, "qkvz", taps.shape[0], order)
-    b, a = _parts(ba, "ba", HV, order)
-    width = HV * tail[0 if state_layout == "vk" else 1]
-    y = first.new_empty(*first.shape[:-1], width) if out is None else out
-    tokens: Any = (first, z, b, a, y)
-    if first.dim() == 2:
-        tokens = [x if x is None else x.unsqueeze(1) for x in tokens]
-    tensors = StepTensors(
-        tokens[0],
-        tokens[1],
-        tokens[2],
-        tokens[3],
-        taps,
-        conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        conv_state,
-        state,
-        Rows(slots, write_slots, has_state),
-        tokens[4],
-    )
-    options = StepOptions(
-        order,
-        conv_activation,
-        gate_activation,
-        eps,
-        scale,
-        normalize_qk,
-        neg_eigval,
-        pad_slot,
+    first, z = _parts(qkvz, "qkvz")
+    b, a = _parts(ba, "ba")
+    tensors = [
+        first, z, b, a, conv_weight, conv_bias, A_log, dt_bias, norm_weight, conv_state, state,
+        slots, write_slots, has_state, out,
+    ]  # fmt: skip
+    options = (
+        order, conv_activation, gate_activation, eps, scale, normalize_qk, neg_eigval, pad_slot,
         state_layout,
-    )
-    library.call(library.STEP, tensors, options, backend)
-    weights = (conv_weight, conv_bias, A_log, dt_bias, norm_weight)
-    return library.without_gradient("step", y, first, z, b, a, *weights, conv_state, state)
+    )  # fmt: skip
+    made = calls.call(STEP, tensors, options, None, backend)
+    y: Tensor = made[-1]
+    if calls.wants_gradient(*tensors):
+        return calls.without_gradient("step", y, *tensors[:11])
+    return y
 
 
-def _parts(x: Any, name: str, first: int, order: str) -> tuple[Tensor, Tensor | None]:
-    """The two parts of a projection: a pair as given, one tensor cut behind ``first`` channels.
-
-    Interleaved, a tensor stays whole.
-    """
+def _parts(x: Any, name: str) -> tuple[Any, Any]:
+    """The two parts of a projection: a pair as given, or one tensor and None."""
     if isinstance(x, Tensor):
-        return (x[..., :first], x[..., first:]) if order == "split" and x.dim() > 0 else (x, None)
+        return x, None
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         got = f"{len(x)} parts" if isinstance(x, (tuple, list)) else type(x).__name__
         raise ContractError("step", name, "a tensor or a pair of them", got)
-    return tensor("step", x[0], name), x[1]
+    return x[0], x[1]
+
+
+def _norm_canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
+    """``rms_norm_gated`` takes any shape as it is."""
+    return Canonical(t if t.out is not None else t._replace(out=t.x.new_empty(*t.x.shape)))
+
+
+def _step_canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
+    """Canonical tensors of ``step``: [N, T, channels], weights [D, W]."""
+    taps = conv_taps("step", t.conv_weight, "conv_weight")
+    if t.state.dim() != 4:
+        expected = "4 dimensions [P, HV, V, K]"
+        raise ContractError("step", "state", expected, f"shape {list(t.state.shape)}")
+    flat = t.qkv.dim() == 2
+    qkv, z, b, a, out = (
+        y.unsqueeze(1) if y is not None and y.dim() == 2 and flat else y
+        for y in (t.qkv, t.z, t.b, t.a, t.out)
+    )
+    if out is None and qkv.dim() == 3:
+        state_layout = options[StepSpec.OPTIONS.index("state_layout")]
+        width = t.state.shape[1] * t.state.shape[2 if state_layout == "vk" else 3]
+        out = qkv.new_empty(*qkv.shape[:2], width)
+    canonical = t._replace(qkv=qkv, z=z, b=b, a=a, conv_weight=taps, out=out)
+    return Canonical(canonical, (lambda y: y.squeeze(1)) if flat else None, ("out",))
+
+
+RMS_NORM_GATED = Operator("rms_norm_gated", NormSpec, _norm_canonical, checks.norm, None, ("out",))
+STEP = Operator(
+    "step",
+    StepSpec,
+    _step_canonical,
+    checks.step,
+    values.step,
+    ("conv_state", "state", "out"),
+    (("qkv", "qkvz"), ("b", "ba")),
+)
+for _op in (RMS_NORM_GATED, STEP):
+    register(_op)

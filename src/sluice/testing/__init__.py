@@ -1,1 +1,1 @@
-"""Shared by tests and benchmarks: the oracle, the comparison, inputs, and named workloads."""
+"""Shared by tests and benchmarks: the oracle, the comparison, inputs, cases and workloads."""

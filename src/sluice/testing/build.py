@@ -1,7 +1,7 @@
 """From the fields of a ``Case`` to the keyword arguments of its public function.
 
-Rows of padding and tokens that belong to no sequence hold NaN in q, k, v and x (their gates are
-finite: the checks may ask for that), and pools hold NaN in every row that is not read.
+Padded rows and tokens of no sequence hold NaN in q, k, v and x (their gates are finite, because
+checks may require that), and pools hold NaN in every row that is not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from sluice.testing import inputs as draw
 
 if TYPE_CHECKING:
-    from sluice.testing.workload import Case
+    from sluice.testing.case import Case
 
 NAN = float("nan")
 
@@ -24,7 +24,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> d
 
 
 class _Build:
-    """One draw: a generator and the places its numbers go."""
+    """One draw of a case's inputs."""
 
     def __init__(self, case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.case, self.dtype, self.device = case, dtype, device
@@ -50,7 +50,7 @@ class _Build:
         c, B, T, gen = self.case, self.B, self.T, self.gen
         q = draw.keys(gen, B, T, c.query_heads, c.K)
         k = draw.keys(gen, B, T, c.Hk, c.K, c.keys)
-        if c.normalize:  # of any length, since the operator makes them unit vectors
+        if c.normalize:  # any length: the operator normalises them
             q = q * (0.5 + 3.0 * draw.uniform(gen, B, T, c.query_heads, 1))
             k = k * (0.5 + 3.0 * draw.uniform(gen, B, T, c.Hk, 1))
         v = draw.normal(gen, B, T, c.Hv, c.V)
@@ -130,7 +130,7 @@ class _Build:
         b = draw.raw_beta(gen, B, T, c.Hv, ones=c.beta_one)
         if c.pairs:
             parts = self._place([qkv, z, b, raw["a"]], self.dtype)
-        else:  # numbers of either order: which head each belongs to is the operator's to say
+        else:  # the operator decides which head each number belongs to
             parts = [torch.cat([qkv, z], dim=-1), torch.cat([b, raw["a"]], dim=-1)]
             parts = self._place(parts, self.dtype)
         parts = [x[:, 0] for x in parts] if c.flat else parts
@@ -218,7 +218,7 @@ class _Build:
         return max(c.sequence_lengths) // c.every if c.every else 0
 
     def _checkpoints(self, free: list[int], columns: int) -> dict[str, Any]:
-        """Every column has a slot of its own; one that a sequence never reaches is skipped."""
+        """Every column has its own slot; columns that a sequence does not reach are skipped."""
         c = self.case
         slots = torch.tensor(free[: c.N * columns]).reshape(c.N, columns)
         if c.positions is not None:
@@ -261,7 +261,7 @@ class _Build:
         return x
 
     def _place(self, parts: list[Tensor], dtype: torch.dtype, spare: int = 0) -> list[Tensor]:
-        """On the device, each by itself or all of them as views of one projection."""
+        """The parts on the device, separate or as views of one projection."""
         if self.case.strided:
             return draw.packed_views(parts, dtype, self.device, spare)
         return [self._plain(x, dtype) for x in parts]
@@ -281,5 +281,5 @@ class _Build:
 
 
 def _given(options: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """The options that are not at their default, so that defaults are tested as defaults."""
+    """Only the options that differ from their defaults, so that calls use the defaults."""
     return {name: value for name, (value, default) in options.items() if value != default}

@@ -1,12 +1,12 @@
-"""The contract's workloads, by name: one table, run over every backend and timed by benchmarks.
+"""The contract's cases by name: one table that runs on every backend.
 
     for case, dtype in pairs("prefill", "decode"):
         inputs = case.inputs(dtype)
         expected = case.expected(inputs)
         case.check(case.run(sluice, inputs, backend="reference"), expected)
 
-Shapes are small: the whole table takes seconds on a token-by-token backend. Large workloads are
-added with ``register`` and share the generators, the oracle and the counts.
+Shapes are small: the whole table takes seconds on a token-by-token backend. ``register`` adds
+larger cases, which use the same generators, oracle and counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sluice.testing.workload import OPS, Case
+from sluice.testing.case import OPS, Case
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ALL = (FP32, BF16, FP16)
@@ -25,7 +25,7 @@ CASES: dict[str, Case] = {}
 
 
 def register(*cases: Case) -> None:
-    """Add workloads; a name is given once."""
+    """Add cases; every name must be new."""
     for case in cases:
         if case.name in CASES:
             raise ValueError(f"two cases are named {case.name!r}")
@@ -55,7 +55,7 @@ def _each(op: str, defaults: dict[str, Any], table: dict[str, dict[str, Any]]) -
 
 
 # -------------------------------------------------------------------------------------- prefill
-# 195 tokens are three chunks of 64 and a bit; the state is not zero unless a row says otherwise.
+# 195 tokens are three chunks of 64 and three more; the state is not zero unless a row says so.
 
 PREFILL = {"batch": 1, "tokens": 195, "normalize": True}
 

@@ -1,12 +1,12 @@
-"""Numeric comparison. Every ``assert_*`` raises; none returns a verdict, and nothing softens one.
+"""Numeric comparison. Every ``assert_*`` raises; none returns a verdict.
 
-Two questions are asked of a result, both against the float64 oracle:
+Two errors of a result are measured, both against the float64 oracle:
 
     relative error    ‖actual − exact‖ / ‖exact‖ over the whole tensor and, four times as lenient,
-                      over each slice of a dimension ``per``: a wrong head hides in the whole
-    largest error     max |actual − exact| / max(|exact|, rms(exact)), which finds a single element
+                      over each slice of a dimension ``per``, to find a single wrong head
+    largest error     max |actual − exact| / max(|exact|, rms(exact)), to find a single element
 
-``assert_matches`` takes its budget from what plain PyTorch makes in the same dtype;
+``assert_matches`` takes its limit from the error of plain PyTorch in the same dtype;
 ``assert_within`` takes it from the contract's table, ``tolerance``.
 """
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Rounding alone, over all cases and dtypes: the largest error is up to 17 times the relative error
-# of the whole, and that of a slice up to 2 times. Twice that is allowed.
+# By rounding alone, over all cases and dtypes, the largest error is up to 17 times the relative
+# error of the whole, and a slice's error up to 2 times. Twice that is allowed.
 PEAK = 32.0
 SLICE = 4.0
 
@@ -32,13 +32,13 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """‖actual − exact‖ / ‖exact‖; 0 for two zeros, inf where only ``exact`` is zero."""
+    """‖actual − exact‖ / ‖exact‖; 0 if both are zero, inf if only ``exact`` is zero."""
     actual, exact = _pair(actual, exact, "relative_error")
     return _ratio((actual - exact).norm().item(), exact.norm().item())
 
 
 def largest_error(actual: Tensor, exact: Tensor) -> float:
-    """The largest |actual − exact|, relative to |exact| or, below it, to the RMS of ``exact``."""
+    """The largest |actual − exact|, relative to |exact| or the RMS of ``exact``, if larger."""
     actual, exact = _pair(actual, exact, "largest_error")
     if exact.numel() == 0:
         return 0.0
@@ -53,7 +53,7 @@ def tolerance(
     state_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> float:
-    """The relative error the contract allows inputs of ``dtype`` with a state of ``state_dtype``.
+    """The relative error that the contract allows for these dtypes.
 
     A state narrower than float32 adds the cost of rounding it once, at the end of one call.
     """
@@ -107,7 +107,7 @@ def assert_within(
 
 
 def assert_same_bits(a: Tensor, b: Tensor, name: str) -> None:
-    """Require two tensors to be the same bit for bit; NaN equals the same NaN, 0.0 is not -0.0."""
+    """Require equal bits; a NaN equals the same NaN, and 0.0 differs from -0.0."""
     _require(a.dtype == b.dtype, f"{name}: dtype {a.dtype} != {b.dtype}")
     _require(a.shape == b.shape, f"{name}: shape {tuple(a.shape)} != {tuple(b.shape)}")
     differ = _bits(a) != _bits(b.to(a.device))
@@ -163,6 +163,6 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _require(condition: bool, message: str) -> None:
-    # Not a bare assert: a comparison must hold under python -O too.
+    # Not a bare assert, which python -O removes.
     if not condition:
         raise AssertionError(message)

@@ -1,8 +1,8 @@
-"""What a workload costs at the least: bytes that cross memory, operations of the recurrence.
+"""The least cost of a workload: bytes moved, and operations of the recurrence.
 
-Bytes count every tensor the call needs once, whatever an implementation reads twice, so that bytes
-over time is a bandwidth no kernel can exceed. Index tensors are left out. Operations are those of
-the token recurrence, a multiply-add being two; a chunked form does more and is not paid for it.
+Bytes count every tensor of the call once, even if an implementation reads it twice, so bytes over
+time cannot exceed the memory bandwidth. Index tensors are left out. Operations are those of the
+token recurrence, and a multiply-add counts as two; the extra work of a chunked form does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sluice.testing.workload import Case
+    from sluice.testing.case import Case
 
 NORM_FLOPS = 6  # per element: square, sum, two scalings, the gate and its product
 
@@ -39,7 +39,7 @@ def pool_rows(case: Case) -> int:
 
 
 def bytes_moved(case: Case, dtype: torch.dtype) -> int:
-    """The least that the call reads and writes, for inputs of ``dtype``."""
+    """The fewest bytes that the call reads and writes, for inputs of ``dtype``."""
     c, size = case, dtype.itemsize
     wide = max(size, 4)
     live, (B, T) = live_tokens(c), c.grid
@@ -68,7 +68,7 @@ def bytes_moved(case: Case, dtype: torch.dtype) -> int:
 
 
 def flops(case: Case) -> int:
-    """Operations of the recurrence, the convolution and the norm, as the operator has them."""
+    """Operations of the operator's parts: recurrence, convolution, norm."""
     c, live = case, live_tokens(case)
     convolution = 2 * c.W * c.channels * live
     norm = NORM_FLOPS * c.Hv * c.V * live

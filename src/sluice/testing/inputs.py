@@ -1,8 +1,8 @@
 """Recipes for inputs: seeded, drawn in float64 on the CPU, the same numbers on every device.
 
-Nothing here is typical on purpose. Keys that repeat or agree make the delta rule's triangular
-solve ill-conditioned; decays of A = 0 and A = 16 side by side put heads of very different memory
-into one call; pools hold NaN wherever a correct kernel has no business reading.
+The inputs are hard on purpose. Keys that repeat or nearly agree make the delta rule's triangular
+system ill-conditioned; decays of A = 0 and A = 16 put heads that remember and heads that forget
+into one call; pools hold NaN wherever a correct kernel does not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 KEYS = ("random", "correlated", "repeated", "identical")
 GATES = ("mild", "weak", "strong", "mixed")
 
-SMALLEST_A = 1e-12  # stands for A = 0 where a logarithm of it is asked for
+SMALLEST_A = 1e-12  # stands for A = 0 where its logarithm is needed
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -41,13 +41,13 @@ def keys(gen: torch.Generator, B: int, T: int, H: int, K: int, kind: str = "rand
     """Unit keys [B, T, H, K].
 
     random       independent directions
-    correlated   one direction per head, and a fifth of noise: cosines of about 0.96
+    correlated   one direction per head, with 20% noise: cosines of about 0.96
     repeated     four directions per head, in turn
     identical    one direction per head, at every token
     """
     x = normal(gen, B, T, H, K)
     if kind == "correlated":
-        # the noise has a fifth of the direction's norm: both are vectors of K normal numbers
+        # the noise has a fifth of the direction's norm: both are K normal numbers
         x = normal(gen, B, 1, H, K) + 0.2 * x
     elif kind == "repeated":
         x = normal(gen, B, 4, H, K)[:, torch.arange(T) % 4]
@@ -59,7 +59,7 @@ def keys(gen: torch.Generator, B: int, T: int, H: int, K: int, kind: str = "rand
 
 
 def decay_rates(gen: torch.Generator, Hv: int, kind: str = "mild") -> Tensor:
-    """A [Hv], the factor of softplus in the decay: 0 forgets nothing, 16 all in tens of tokens.
+    """A [Hv], the factor of softplus in the decay: 0 forgets nothing, 16 forgets in tens of tokens.
 
     mild     uniform on [0, 1)
     weak     0
@@ -80,7 +80,7 @@ def decay_rates(gen: torch.Generator, Hv: int, kind: str = "mild") -> Tensor:
 def raw_decay(
     gen: torch.Generator, B: int, T: int, Hv: int, kind: str = "mild", K: int | None = None
 ) -> dict[str, Tensor]:
-    """``a [B, T, Hv]``, ``A_log [Hv]``, ``dt_bias [Hv]``; given K, a and dt_bias have it last.
+    """``a [B, T, Hv]``, ``A_log [Hv]``, ``dt_bias [Hv]``; with K, a and dt_bias have it last.
 
     dt_bias lies on [-4, 0), the inverse softplus of 0.02 to 0.7, as in an initialised layer.
     """
@@ -93,7 +93,7 @@ def raw_decay(
 
 
 def decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """``g`` of raw gates, in float64; exactly zero where A is."""
+    """``g`` of raw gates in float64; exactly zero where A is zero."""
     A = A_log.exp()
     A = torch.where(A <= 2 * SMALLEST_A, 0.0, A)
     return -(A if a.ndim == 3 else A[:, None]) * torch.nn.functional.softplus(a + dt_bias)
@@ -113,7 +113,7 @@ def packed_views(
 ) -> list[Tensor]:
     """The parts [.., H, D] or [.., D] as views of one projection, as ``qkvz.split`` gives them.
 
-    ``spare`` more columns of NaN lie at the end of every token, where z would be.
+    ``spare`` columns of NaN follow in every token, in the place of z.
     """
     lead = parts[0].shape[:2]
     flat = [x.reshape(*lead, -1) for x in parts]
@@ -124,7 +124,7 @@ def packed_views(
 
 
 def cu_seqlens(lengths: Iterable[int], dtype: torch.dtype = torch.int32) -> Tensor:
-    """Bounds [N + 1] of packed sequences; lengths of 0 are allowed, and so are none at all."""
+    """Bounds [N + 1] of packed sequences; lengths may be 0, and there may be none."""
     total = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     return total.to(dtype)
 
@@ -133,7 +133,7 @@ def cu_seqlens(lengths: Iterable[int], dtype: torch.dtype = torch.int32) -> Tens
 
 
 def recurrent_state(gen: torch.Generator, P: int, Hv: int, V: int, K: int) -> Tensor:
-    """A state of a size that some hundred tokens would leave, [P, Hv, V, K], float64."""
+    """A state as large as after a few hundred tokens, [P, Hv, V, K], float64."""
     return 0.3 * normal(gen, P, Hv, V, K)
 
 
@@ -160,7 +160,7 @@ def padded_pool(pool: Tensor, gap: int = 8, order: str | None = None) -> Tensor:
 
 
 def choose_slots(gen: torch.Generator, P: int, n: int, first: int = 0) -> list[int]:
-    """``n`` different rows of a pool, in no order, none below ``first``."""
+    """``n`` different rows of a pool in random order, none below ``first``."""
     return (torch.randperm(P - first, generator=gen)[:n] + first).tolist()
 
 
@@ -178,7 +178,7 @@ _EMPTY: tuple[tuple[Any, str], ...] = (
 def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def fill(*args: Any, **kwargs: Any) -> Tensor:
         tensor = function(*args, **kwargs)
-        # a compiler traces: a fill would be part of its graph, and is no fill of any memory
+        # while a compiler traces, a fill would become part of its graph
         if torch.compiler.is_compiling() or type(tensor) is not Tensor:
             return tensor
         if tensor.is_floating_point() or tensor.is_complex():
@@ -191,14 +191,14 @@ def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def nan_empty() -> Iterator[None]:
-    """Fill what ``torch.empty`` and its kin return with NaN, so that a dropped store shows.
+    """Fill the results of ``torch.empty`` and its variants with NaN, so that a missing store shows.
 
-    Covers ``empty``, ``empty_like``, ``empty_strided`` and the tensor methods ``new_empty`` and
-    ``new_empty_strided``, for the whole process while active; integer tensors are left alone, and
-    what a compiler traces.
+    It covers ``empty``, ``empty_like``, ``empty_strided`` and the tensor methods ``new_empty`` and
+    ``new_empty_strided``, for the whole process while active. Integer tensors and traced code are
+    left alone.
     """
-    with torch.device("cpu"):  # torch lists its constructors once, and these must be in that list,
-        torch.empty(0)  # or ``with torch.device(...)`` would pass over them from now on
+    with torch.device("cpu"):  # torch lists its constructors once; the originals must be listed,
+        torch.empty(0)  # or ``with torch.device(...)`` would ignore them from now on
     saved = [(owner, name, owner.__dict__.get(name)) for owner, name in _EMPTY]
     for owner, name in _EMPTY:
         setattr(owner, name, _filled(getattr(owner, name)))
@@ -206,7 +206,7 @@ def nan_empty() -> Iterator[None]:
         yield
     finally:
         for owner, name, original in saved:
-            if original is None:  # inherited, not its own: our override is all there is to remove
+            if original is None:  # inherited: remove the override
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)

@@ -1,19 +1,19 @@
 """Every operator of the library, one token at a time, in float64.
 
 This file is the specification in code. It shares nothing with the library it judges: it imports
-torch only, loops over sequences and tokens, and vectorises over heads alone. Each function takes
+only torch, loops over sequences and tokens, and vectorises only over heads. Each function takes
 tensors of any float dtype, widens them to float64, rounds nothing, modifies nothing, and returns
-new float64 tensors: the outputs, and the whole state pool as it must be after the call.
+new float64 tensors: the outputs, and the whole state pool after the call.
 
 Per value head, with S of shape [K, V]:
 
     q, k ← x · rsqrt(Σx² + 1e-6)     when normalize_qk
     S    ← exp(g) · S                 decay first
-    d    = beta · (v − Sᵀk)           against the decayed state (d = v without beta)
+    d    = beta · (v − Sᵀk)           with the decayed state (d = v without beta)
     S    ← S + k dᵀ
     o    = Sᵀ(scale · q)              with the updated state
 
-Which rows of a pool are read and written: ``rows.py``.
+``rows.py`` says which rows of a pool are read and written.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def delta(
 
     ``checkpoints`` has ``slots`` and ``every`` or ``positions``, as attributes or as keys.
     ``lengths [N]`` cuts each sequence short, which is how ``verify_commit`` counts accepted tokens.
-    ``cu_seqlens_cpu`` and ``batch_invariant`` change no number.
+    ``cu_seqlens_cpu`` and ``batch_invariant`` have no effect on the result.
     """
     flat = v.ndim == 3
     q, k, v, g, beta = (_bthd(x, flat, layout) for x in (q, k, v, g, beta))
@@ -75,8 +75,8 @@ def delta(
         q, k = l2_normalize(q), l2_normalize(k)
     q = q * (K**-0.5 if scale is None else scale)
 
-    # Value head h uses key head h // (Hv / Hk). Query heads are shared by value heads in the same
-    # way when there are fewer of them, and share a value head's state when there are more.
+    # Value head h uses key head h // (Hv / Hk). Query heads that are fewer than value heads are
+    # shared in the same way; if they are more, several share a value head's state.
     k = k.repeat_interleave(Hv // Hk, dim=2)
     q = q.repeat_interleave(max(1, Hv // Hq), dim=2)
     readers = q.shape[2] // Hv
@@ -133,7 +133,7 @@ def verify_commit(
     _, state = delta(q, k, v, g, beta, lengths=num_accepted, **options)
     if conv_state is None or conv_inputs is None:
         return o, state, None
-    width_one = conv_inputs.new_zeros(conv_inputs.shape[-1], 1)  # only the window matters here
+    width_one = conv_inputs.new_zeros(conv_inputs.shape[-1], 1)  # only the window is used
     shared = ("slots", "write_slots", "has_state", "pad_slot", "cu_seqlens")
     rows = {name: options[name] for name in shared if name in options}
     _, conv_state = conv(conv_inputs, width_one, state=conv_state, lengths=num_accepted, **rows)
@@ -157,7 +157,7 @@ def raw_gates(
     if a is not None:
         x = _exact(a) if dt_bias is None else _exact(a) + _exact(dt_bias)
         rate = _exact(A_log).exp()
-        softplus = torch.logaddexp(x, torch.zeros_like(x))  # exact where F.softplus goes linear
+        softplus = torch.logaddexp(x, torch.zeros_like(x))  # exact; F.softplus becomes linear
         g = -(rate[:, None] if per_key else rate) * softplus
     if b is not None:
         beta = _exact(b).sigmoid() * (2.0 if neg_eigval else 1.0)
@@ -226,7 +226,7 @@ def conv(
         if row.write is not None:
             after[row.write] = stream[:, row.end - row.start :]
 
-    y = _activate(y, activation)  # silu(0) = 0: tokens of no row stay zero
+    y = _activate(y, activation)  # silu(0) = 0: tokens of no sequence stay zero
     y = y.transpose(1, 2) if layout == "bdt" else y
     return (y[0] if flat else y), after
 
@@ -382,7 +382,7 @@ def _from_bthd(x: Tensor, flat: bool, layout: str) -> Tensor:
 
 
 def _kv(state: Tensor, state_layout: str) -> Tensor:
-    """[.., V, K] and [.., K, V] to each other for "vk"; unchanged for "kv"."""
+    """Swap [.., V, K] and [.., K, V] for "vk"; unchanged for "kv"."""
     return state.transpose(2, 3) if state_layout == "vk" else state
 
 
@@ -399,13 +399,13 @@ def _activate(x: Tensor, activation: str | None) -> Tensor:
 
 
 def _where(live: Tensor, x: Tensor) -> Tensor:
-    """``x`` with zeros, whatever it held, where ``live`` (its leading dimensions) is false."""
+    """``x`` with zeros, even in place of NaN, where ``live`` (its leading dimensions) is false."""
     mask = live.reshape(live.shape + (1,) * (x.ndim - live.ndim))
     return torch.where(mask, x, torch.zeros_like(x))
 
 
 def _head_dims(D: int, Hk: int, Hv: int, K: int | None, V: int | None) -> tuple[int, int]:
-    """K and V from the number of channels, equal unless one of them is given."""
+    """K and V from the number of channels; equal unless one of them is given."""
     if K is None and V is None:
         K = D // (2 * Hk + Hv)
     if K is None:

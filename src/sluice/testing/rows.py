@@ -1,8 +1,8 @@
-"""Which tokens and which pool rows a call touches: the rules for pools, said once for the oracle.
+"""Which tokens and pool rows a call touches: the pool rules, written once for the oracle.
 
 padded     ``slots[i] <= pad_slot``: zero outputs, nothing read, nothing written
 new        ``has_state[i]`` false: starts from zeros, the pool's row is not read
-not kept   ``write_slots[i] <= pad_slot``: computed, its final state goes nowhere
+not kept   ``write_slots[i] <= pad_slot``: computed, but its final state is not written
 empty      no tokens: the initial state is copied to the write slot
 All reads see the pool as it was before the call.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Row(NamedTuple):
-    """One sequence that takes part: its tokens, and the pool rows it reads and writes, if any."""
+    """One sequence: its tokens, and the pool rows it reads and writes, if any."""
 
     index: int
     batch: int
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 def sequences(
     B: int, T: int, cu_seqlens: Tensor | None, lengths: Tensor | None
 ) -> list[tuple[int, int, int]]:
-    """(batch, start, end) of each sequence; tokens past the last ``cu_seqlens`` belong to none."""
+    """(batch, start, end) of each sequence; tokens after the last border belong to none."""
     if cu_seqlens is None:
         spans = [(b, 0, T) for b in range(B)]
     else:

@@ -1,395 +1,206 @@
-"""One named workload: its shape and options as data, its inputs, its exact result, its check.
+"""``Workload``: what ``sluice bench`` times, made of the same ``Case`` that tests run.
 
-The four go together, in this order:
+A workload is a model's shape, an operator and a size: the lengths of packed prompts, or a number of
+sequences with one token each. ``describe`` makes the ``Case``, so a timed workload uses the same
+generators, oracle and counts as a tested one, and a test runs a small version of each.
 
-    inputs = case.inputs(torch.bfloat16, "cpu", seed=0)
-    expected = case.expected(inputs)           # before the call: pools are updated in place
-    actual = case.run(sluice, inputs, backend="reference")
-    case.check(actual, expected)
+Sizes are written like this:
+
+    8192            one prompt                      4x2048      four equal ones
+    2048+2x512+1    a ragged mix                    N=64        64 sequences, one token each
+
+The inputs are those that a layer passes. ``prefill`` follows ``conv_qkv``, so it gets unit keys and
+finished gates; ``decode`` and ``verify`` get raw ones, and normalise keys and compute gates
+themselves. A ``raw`` prefill does the same, for layers with another convolution.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import re
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from sluice.testing import build, compare, counts, oracle
-from sluice.testing.rows import live_rows, saves, sequences
+from sluice.testing.case import Case
 
-DELTA_OPS = ("prefill", "decode", "verify")
-CONV_OPS = ("causal_conv1d", "conv_qkv")
-OPS = (*DELTA_OPS, *CONV_OPS, "rms_norm_gated", "step")
-POOLS = ("state", "conv_state")
-RULES = ("linear", "gated", "delta", "gated_delta")
+PROMPT_OPS = ("prefill", "causal_conv1d", "conv_qkv", "rms_norm_gated", "layer")
+BATCH_OPS = ("decode", "verify", "step", "causal_conv1d", "conv_qkv")
+OPS = (
+    "prefill",
+    "decode",
+    "verify",
+    "causal_conv1d",
+    "conv_qkv",
+    "rms_norm_gated",
+    "step",
+    "layer",
+)
+DRAFTS = 4  # draft tokens per sequence
 
+NAMED = {
+    "short": "512",
+    "long": "8192",
+    "longest": "32768",
+    "many": "8x1024",
+    "swarm": "64x128",
+    "ragged": "4096+2048+1024+512+300+129+64+17+1+1",
+    "continue": "2048+2x512+16x1",
+}
+"""Named sizes: a single prompt, many short ones, a ragged mix, and one step of an engine that cuts
+prompts into chunks: a chunk of 2048, two of 512, and sixteen sequences that decode."""
 
-@dataclass(frozen=True)
-class Case:
-    """A call of one public function. Every field but ``name`` and ``op`` has a plain default."""
-
-    name: str
-    op: str
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-
-    # Heads. Hq is Hk unless given; D is 2·Hk·K + Hv·V unless given (causal_conv1d only).
-    Hk: int = 2
-    Hv: int = 4
-    Hq: int | None = None
-    K: int = 32
-    V: int = 32
-    D: int | None = None
-
-    # Tokens: batch × tokens, or packed sequences of these lengths and a tail that no one owns.
-    batch: int = 1
-    tokens: int = 1
-    lengths: tuple[int, ...] | None = None
-    tail: int = 0
-    flat: bool = False  # packed as [T, ..], not [1, T, ..]
-    host_lengths: bool = False  # pass cu_seqlens_cpu as well
-    index_dtype: torch.dtype = torch.int32
-    layout: str | None = None
-    strided: bool = False  # views of one packed projection
-
-    # Rule and gates.
-    rule: str = "gated_delta"
-    per_key: bool = False
-    raw: bool = False
-    neg_eigval: bool = False
-    normalize: bool = False
-    scale: float | None = None
-    keys: str = "random"
-    gates: str = "mild"
-    beta_one: bool = False
-
-    # State: "none", "rows" (row i is sequence i) or "slots"; rows by what is special about them.
-    state: str = "slots"
-    state_dtype: torch.dtype = torch.float32
-    state_layout: str = "vk"
-    gap: int = 0  # elements between rows of the pool
-    moved: bool = False  # write_slots differ from slots
-    padded: tuple[int, ...] = ()
-    unkept: tuple[int, ...] = ()  # computed, not written
-    new: tuple[int, ...] = ()  # has_state False
-    pad_slot: int = -1
-    every: int | None = None
-    positions: tuple[tuple[int, ...], ...] | None = None
-    accepted: tuple[int, ...] | None = None  # verify
-
-    # Convolution, norm, layer.
-    W: int = 4
-    columns: int | None = None  # L of the conv state, W − 1 unless given
-    conv_order: str = "dl"  # "ld": stored [P, L, D]
-    with_conv: bool = False  # verify: roll a conv window too
-    bias: bool = True
-    activation: str | None = "silu"
-    gate_activation: str = "silu"
-    freeze: bool = False
-    order: str = "split"
-    pairs: bool = False  # (qkv, z) and (b, a) in place of one tensor each
-
-    def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"{self.name}: op must be one of {OPS}, got {self.op!r}")
-        if self.rule not in RULES:
-            raise ValueError(f"{self.name}: rule must be one of {RULES}, got {self.rule!r}")
-
-    # ------------------------------------------------------------------------------- dimensions
-
-    @property
-    def sequence_lengths(self) -> tuple[int, ...]:
-        return (self.tokens,) * self.batch if self.lengths is None else self.lengths
-
-    @property
-    def N(self) -> int:  # noqa: N802
-        return len(self.sequence_lengths)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(B, T) of the token tensors, the padded tail included."""
-        if self.lengths is None:
-            return self.batch, self.tokens
-        return 1, sum(self.lengths) + self.tail
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.Hk * self.K + self.Hv * self.V if self.D is None else self.D
-
-    @property
-    def window(self) -> int:
-        return self.W - 1 if self.columns is None else self.columns
-
-    @property
-    def query_heads(self) -> int:
-        return self.Hk if self.Hq is None else self.Hq
-
-    @property
-    def has_g(self) -> bool:
-        return self.rule in ("gated", "gated_delta")
-
-    @property
-    def has_beta(self) -> bool:
-        return self.rule in ("delta", "gated_delta")
-
-    # ------------------------------------------------------------------------------ what to do
-
-    def inputs(
-        self,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> dict[str, Any]:
-        """Keyword arguments of the public function.
-
-        Two of them are not passed as they are; ``run`` sees to it. ``checkpoints`` is the keywords
-        of ``Checkpoints``, and ``num_accepted`` of a verify is the argument of its commit.
-        """
-        return build.inputs(self, dtype, torch.device(device), seed)
-
-    def expected(self, inputs: dict[str, Any], device: torch.device | str = "cpu") -> Expected:
-        """The oracle's answer, and a copy of all that the call must leave alone.
-
-        ``device`` is where the oracle runs. float64 is float64 everywhere; a GPU only brings the
-        answer to a long prompt sooner.
-        """
-        host = {name: _moved(value, torch.device(device)) for name, value in inputs.items()}
-        exact = _ORACLES[self.op](host)
-        pools = {name: exact.pop(name) for name in POOLS if host.get(name) is not None}
-        rows = self._written(host)
-        dtype = _first(host).dtype
-        return Expected(
-            outputs={name: x for name, x in exact.items() if x is not None},
-            pools={name: Pool(inputs[name], exact, rows) for name, exact in pools.items()},
-            untouched=[(n, x, x.clone()) for n, x in _named_tensors(inputs) if n not in POOLS],
-            dtype=dtype,
-            limits=self.tolerances(dtype, _first(inputs).device),
-        )
-
-    def run(self, ops: Any, inputs: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-        """Call ``ops.<op>`` and name what comes back, the pools included.
-
-        ``ops`` is the package itself, or anything with its names; ``options`` are further keywords
-        of the public function, such as ``backend`` or ``out``.
-        """
-        kwargs = {**inputs, **options}
-        if kwargs.get("checkpoints") is not None:
-            kwargs["checkpoints"] = ops.Checkpoints(**kwargs["checkpoints"])
-        pools = {name: inputs[name] for name in POOLS if inputs.get(name) is not None}
-        if self.op == "verify":
-            accepted = kwargs.pop("num_accepted")
-            before = {name: whole_storage(pool).clone() for name, pool in pools.items()}
-            o, draft = ops.verify(**kwargs)
-            for name, pool in pools.items():
-                what = f"{self.name}: {name} after verify, before commit"
-                compare.assert_same_bits(whole_storage(pool), before[name], what)
-            commit_options = {n: x for n, x in options.items() if n == "backend"}
-            result: Any = o, ops.commit(draft, accepted, **commit_options)
-        else:
-            result = getattr(ops, self.op)(**kwargs)
-        if self.op in (*DELTA_OPS, "causal_conv1d"):
-            output, state = result
-            if "state" in pools and not _same_memory(state, pools["state"]):
-                raise AssertionError(f"{self.name}: the state returned is not the one passed")
-            return {"y" if self.op in CONV_OPS else "o": output, "state": state, **pools}
-        if self.op == "conv_qkv":
-            named = zip(("q", "k", "v", "g", "beta"), result, strict=True)
-            return {**{name: x for name, x in named if x is not None}, **pools}
-        return {"y": result, **pools}
-
-    def check(
-        self,
-        actual: dict[str, Tensor],
-        expected: Expected,
-        *,
-        limits: dict[str, float] | None = None,
-        same_dtype: dict[str, Tensor] | None = None,
-    ) -> None:
-        """Require the outputs, the written rows, and every other byte to be as they must be.
-
-        Errors are bounded by ``tolerances``, some of them replaced by ``limits``. Given the result
-        of a plain run on equal inputs as ``same_dtype``, they may also be at most twice its own.
-        """
-        bounds = {**expected.limits, **(limits or {})}
-
-        def judge(name: str, got: Tensor, exact: Tensor, plain: Tensor | None) -> None:
-            what, per = f"{self.name}: {name}", self._head_dim(name)
-            compare.assert_within(got, exact, bounds[name], name=what, per=per)
-            if plain is not None:
-                compare.assert_matches(got, exact, plain, name=what, per=per)
-
-        for name, exact in expected.outputs.items():
-            want = expected.dtype_of(name)
-            if actual[name].dtype != want:
-                raise AssertionError(f"{self.name}: {name}: {actual[name].dtype}, not {want}")
-            judge(name, actual[name], exact, None if same_dtype is None else same_dtype[name])
-        for name, pool in expected.pools.items():
-            pool.assert_rest_unchanged(f"{self.name}: {name}")
-            plain = None if same_dtype is None else same_dtype[name][pool.rows]
-            judge(name, pool.tensor[pool.rows], pool.exact[pool.rows], plain)
-        for name, tensor, before in expected.untouched:
-            compare.assert_same_bits(tensor, before, f"{self.name}: input {name}")
-
-    def tolerances(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, float]:
-        """The largest relative error of each output and pool, by name."""
-        base = compare.tolerance(dtype, torch.float32, device)
-        single = compare.tolerance(
-            torch.float64 if dtype == torch.float64 else torch.float32, torch.float32, device
-        )
-        state = compare.tolerance(dtype, self.state_dtype, device)
-        if self.op in CONV_OPS:
-            state = single  # a window of raw inputs in their own dtype
-        return {
-            **dict.fromkeys(("o", "y", "q", "k", "v"), base),
-            **dict.fromkeys(("g", "beta"), single),  # float32 whatever the inputs are
-            "state": state,
-            "conv_state": single,
-        }
-
-    def with_(self, **changes: Any) -> Case:
-        """The same case with some fields changed, such as more tokens for a benchmark."""
-        return replace(self, **changes)
-
-    def bytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes that must cross memory once: inputs and outputs, states read and written."""
-        return counts.bytes_moved(self, dtype)
-
-    def flops(self) -> int:
-        """Floating-point operations of the recurrence, a multiply-add being two."""
-        return counts.flops(self)
-
-    def _head_dim(self, name: str) -> int | None:
-        """The dimension of heads in an output or a pool, if it has one."""
-        if name in ("o", "q", "k", "v"):
-            return -3 if self.layout == "bhtd" else -2
-        return 1 if name == "state" and self.op not in CONV_OPS else None
-
-    def _written(self, host: dict[str, Any]) -> list[int]:
-        """Rows of the pools that the call writes."""
-        if self.op == "rms_norm_gated" or host.get("freeze"):
-            return []
-        accepted = host.get("num_accepted")
-        spans = sequences(*self.grid, host.get("cu_seqlens"), accepted)
-        pool = host.get("state")
-        options = [host.get(name) for name in ("slots", "write_slots", "has_state")]
-        pad_slot = host.get("pad_slot", -1)
-        written: list[int] = []
-        for row in live_rows(spans, pool, *options, pad_slot):
-            written += [] if row.write is None else [row.write]
-            for slots in saves(host.get("checkpoints"), row, pad_slot).values():
-                written += slots
-        return sorted(written)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """A state pool as passed, what it must hold, and its whole storage before the call."""
-
-    tensor: Tensor
-    exact: Tensor
-    rows: list[int]
-    before: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "before", whole_storage(self.tensor).clone())
-
-    def assert_rest_unchanged(self, name: str) -> None:
-        """Every element outside the written rows, gaps between rows included, keeps its bits."""
-        storage = whole_storage(self.tensor)
-        rest = torch.ones(storage.shape, dtype=torch.bool, device=storage.device)
-        rest.as_strided(self.tensor.shape, self.tensor.stride())[self.rows] = False
-        compare.assert_same_bits(storage[rest], self.before[rest], f"{name} outside written rows")
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Exact outputs by name, pools by name, and the inputs that no call may change."""
-
-    outputs: dict[str, Tensor]
-    pools: dict[str, Pool]
-    untouched: list[tuple[str, Tensor, Tensor]]
-    dtype: torch.dtype
-    limits: dict[str, float]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Gates and fresh states are float32, or float64 for float64; the rest as the inputs."""
-        if name in ("g", "beta", "state"):
-            return torch.float64 if self.dtype == torch.float64 else torch.float32
-        return self.dtype
-
-
-def whole_storage(x: Tensor) -> Tensor:
-    """All elements of the memory that ``x`` is a view of, in one dimension."""
-    size = x.untyped_storage().nbytes() // x.element_size()
-    return x.as_strided((size,), (1,), 0)
-
-
-def _delta(host: dict[str, Any]) -> dict[str, Any]:
-    o, state = oracle.delta(**host)
-    return {"o": o, "state": state}
-
-
-def _verify(host: dict[str, Any]) -> dict[str, Any]:
-    o, state, conv_state = oracle.verify_commit(**host)
-    return {"o": o, "state": state, "conv_state": conv_state}
-
-
-def _conv(host: dict[str, Any]) -> dict[str, Any]:
-    y, state = oracle.conv(**host)
-    return {"y": y, "state": state} if host.get("state") is not None else {"y": y}
-
-
-def _conv_qkv(host: dict[str, Any]) -> dict[str, Any]:
-    (q, k, v, g, beta), state = oracle.conv_qkv(**host)
-    outputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    return {**outputs, "state": state} if host.get("state") is not None else outputs
-
-
-def _norm(host: dict[str, Any]) -> dict[str, Any]:
-    return {"y": oracle.rms_norm_gated(**host)}
-
-
-def _step(host: dict[str, Any]) -> dict[str, Any]:
-    y, conv_state, state = oracle.step(**host)
-    return {"y": y, "conv_state": conv_state, "state": state}
-
-
-_ORACLES = {
-    "prefill": _delta,
-    "decode": _delta,
-    "verify": _verify,
-    "causal_conv1d": _conv,
-    "conv_qkv": _conv_qkv,
-    "rms_norm_gated": _norm,
-    "step": _step,
+ABOUT = {
+    "prefill": "the recurrence over prompts, state in and out",
+    "decode": "one token a sequence, gates and l2 norm inside, state updated in place",
+    "verify": f"{DRAFTS} draft tokens a sequence, then commit of those accepted",
+    "causal_conv1d": "depthwise convolution with its rolling window",
+    "conv_qkv": "convolution, split, l2 norm and gates in one",
+    "rms_norm_gated": "norm over each head, then the gate",
+    "step": "a whole layer's decode: convolution, gates, recurrence, gated norm",
+    "layer": "a whole layer over prompts, from the projections to the gated norm",
 }
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+@dataclass(frozen=True)
+class Size:
+    """Prompts of some lengths, or ``batch`` sequences of one token (``lengths`` is then None)."""
+
+    lengths: tuple[int, ...] | None = None
+    batch: int = 0
+
+    @property
+    def axis(self) -> str:
+        """The axis of a plot: "batch", "length" (one prompt) or "mix"."""
+        if self.lengths is None:
+            return "batch"
+        return "length" if len(self.lengths) == 1 else "mix"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch if self.lengths is None else sum(self.lengths)
+
+    def __str__(self) -> str:
+        if self.lengths is None:
+            return f"N={self.batch}"
+        runs = [(n, len(list(same))) for n, same in groupby(self.lengths)]
+        return "+".join(f"{count}x{n}" if count > 1 else f"{n}" for n, count in runs)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {name: _moved(x, device) for name, x in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_moved(x, device) for x in value)
-    return value
+def parse_size(text: str) -> Size:
+    """A size from its notation or its name.
+
+    >>> str(parse_size("2048+512+512+16x1")), parse_size("N=64").tokens, str(parse_size("many"))
+    ('2048+2x512+16x1', 64, '8x1024')
+    """
+    text = NAMED.get(text.strip().lower(), text.strip())
+    if found := re.fullmatch(r"[nN]=(\d+)", text):
+        size = Size(batch=int(found[1]))
+    else:
+        lengths: list[int] = []
+        for part in text.split("+"):
+            found = re.fullmatch(r"(?:(\d+)x)?(\d+)", part.strip())
+            if not found:
+                known = ", ".join(NAMED)
+                raise ValueError(
+                    f"a length such as 8192, 4x2048, 2048+512 or {known}, got {text!r}"
+                )
+            lengths += [int(found[2])] * int(found[1] or 1)
+        size = Size(lengths=tuple(lengths))
+    if size.tokens < 1 or min(size.lengths or (1,)) < 1:
+        raise ValueError(f"at least one token, got {text!r}")
+    return size
 
 
-def _named_tensors(inputs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    found = []
-    for name, value in inputs.items():
-        parts = value.values() if isinstance(value, dict) else value
-        for part in parts if isinstance(value, (dict, tuple)) else [value]:
-            found += [(name, part)] if isinstance(part, Tensor) else []
-    return found
+@dataclass(frozen=True)
+class Workload:
+    """One case to time, with its names. ``heads`` are those of one rank."""
+
+    case: Case
+    op: str  # one of OPS; "layer" is a case of "step" with more tokens than a step takes
+    model: str
+    tp: int
+    size: Size
+    variant: str = ""  # "raw": prefill computes its gates and unit keys itself
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.case.Hk, self.case.Hv
+
+    @property
+    def bound(self) -> str:
+        """The expected limit of the operator: "compute" or "memory"."""
+        return "compute" if self.op in ("prefill", "layer") else "memory"
 
 
-def _first(inputs: dict[str, Any]) -> Tensor:
-    """The tensor that gives a call its dtype and device."""
-    value = next(inputs[name] for name in ("v", "x", "qkvz") if name in inputs)
-    return value if isinstance(value, Tensor) else value[0]
+def describe(
+    op: str,
+    shape: Any,
+    size: Size,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    raw: bool = False,
+) -> Workload:
+    """The workload of one operator for the layers of a model.
+
+    ``shape`` has the attributes of a ``QwenShape``: head counts, widths, order of the projections.
+    ``raw`` is for prefill: gates and l2 norm inside. Raises ``ValueError`` for a size that the
+    operator does not take.
+    """
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    if size.lengths is None and op not in BATCH_OPS:
+        raise ValueError(f"{op}: expected lengths, got the batch {size}")
+    if size.lengths is not None and op not in PROMPT_OPS:
+        raise ValueError(f"{op}: expected a batch such as N=8, got the lengths {size}")
+    if raw and op != "prefill":
+        raise ValueError(f"raw: expected prefill, got {op}, which has one form only")
+    state = "" if state_dtype == torch.float32 else f"/{str(state_dtype).split('.')[1]}-state"
+    case = Case(
+        name=f"{op}/{shape.name}/tp{shape.tp}/{size}{state}{'/raw' if raw else ''}",
+        op="step" if op == "layer" else op,
+        dtypes=(dtype,),
+        Hk=shape.num_k_heads,
+        Hv=shape.num_v_heads,
+        K=shape.head_k_dim,
+        V=shape.head_v_dim,
+        W=shape.conv_width,
+        bias=False,
+        state="none" if op == "rms_norm_gated" else "slots",
+        state_dtype=state_dtype,
+        gate_activation=shape.gate_activation,
+        **_tokens(op, size),
+        **({"raw": True, "normalize": True} if raw else _inside(op, shape, size)),
+    )
+    return Workload(case, op, shape.name, shape.tp, size, "raw" if raw else "")
+
+
+def _tokens(op: str, size: Size) -> dict[str, Any]:
+    """How the tokens are laid out."""
+    if size.lengths is None:
+        return {"batch": size.batch, "tokens": DRAFTS if op == "verify" else 1}
+    if op == "rms_norm_gated":
+        return {"batch": 1, "tokens": size.tokens}
+    if op == "layer":  # a layer's projections are [B, T, ..]: not packed, so of one length
+        if len(set(size.lengths)) > 1:
+            raise ValueError(f"layer: expected prompts of one length, got {size}")
+        return {"batch": len(size.lengths), "tokens": size.lengths[0]}
+    return {"lengths": size.lengths, "host_lengths": True}
+
+
+def _inside(op: str, shape: Any, size: Size) -> dict[str, Any]:
+    """What the operator does besides its own part, and the order of its projections."""
+    if op in ("decode", "verify"):
+        # speculative decoding always accepts at least one token
+        kept = tuple(1 + i % DRAFTS for i in range(size.batch)) if op == "verify" else None
+        return {"raw": True, "normalize": True, "accepted": kept}
+    if op in ("step", "layer"):
+        split = shape.order == "split"
+        flat = op == "step"
+        return {"order": shape.order, "pairs": split, "flat": flat, "normalize": True}
+    return {"normalize": op == "conv_qkv"}

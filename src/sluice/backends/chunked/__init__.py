@@ -5,12 +5,12 @@ It checks the derivation of docs/kernels/chunked.md, and serves prefill where no
 
 from __future__ import annotations
 
-from sluice.backends import loader, reference
-from sluice.contract.problem import Problem
+from sluice.backends import reference, torch_binder
+from sluice.contract.spec import Spec
 
 DEVICES = reference.DEVICES
 OPS = {"prefill": "prefill"}
-kernel = loader(__name__, OPS)
+bind = torch_binder(__name__, OPS)
 
 
 def unavailable() -> str | None:
@@ -18,8 +18,8 @@ def unavailable() -> str | None:
     return None
 
 
-def refuse(problem: Problem) -> str | None:
+def refuse(spec: Spec) -> str | None:
     """The reference's limits, and no promise about bits: torch's products round by batch size."""
-    if getattr(problem, "batch_invariant", False):
+    if getattr(spec, "batch_invariant", False):
         return "matrix products of torch may round differently beside other rows or heads"
-    return reference.refuse(problem)
+    return reference.refuse(spec)

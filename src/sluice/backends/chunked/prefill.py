@@ -12,24 +12,25 @@ Only differences gc_i - gc_j with i >= j are exponentiated: they are never posit
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sluice.backends.reference import rows
 from sluice.backends.reference.prefill import Checkpointer, sequences, stored
 from sluice.backends.reference.recurrence import Tokens
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 CHUNK = {"none": 64, "head": 64, "key": 16}
 """Tokens a chunk. With per-key decay the pairwise decays are a [C, C, K] tensor: a short chunk."""
 
 
-def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
+def prefill(p: DeltaSpec, t: Any) -> None:
     """Serve ``prefill``."""
     C = CHUNK[p.decay]
     S = sequences(p, t, lambda x, S, o, after: chunks(x, S, o, after, C))
-    rows.write_rows(t.state, p.rows, t.rows, stored(p, S))
+    rows.write_rows(t.state, p, t, stored(p, S))
 
 
 def chunks(x: Tokens, S: Tensor, o: Tensor, after: Checkpointer | None, C: int) -> Tensor:

@@ -9,13 +9,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from sluice.backends import loader
-from sluice.contract.problem import Problem
+from sluice.backends import Launch, module_of
+from sluice.contract.spec import Spec
+
+Progress = Callable[[str, int, int], None]
 
 DEVICES = ("cpu",)
 OPS = {
@@ -28,7 +30,15 @@ OPS = {
     "rms_norm_gated": "norm",
     "step": "step",
 }
-kernel = loader(__name__, OPS)
+CHECKS_VALUES = True
+KERNEL_OF = {"verify": "decode"}
+"""The kernel of an operator, where it is not the operator's own."""
+
+
+def bind(spec: Spec) -> Launch:
+    """A launch of the operator's kernel."""
+    launch: Launch = module_of(__name__, OPS, spec.op).bind(spec)
+    return launch
 
 
 @functools.cache
@@ -39,17 +49,17 @@ def unavailable() -> str | None:
     return None
 
 
-def refuse(problem: Problem) -> str | None:
+def refuse(spec: Spec) -> str | None:
     """Arithmetic is float32, and so are inputs and states at most."""
-    kinds = [problem.dtype, getattr(problem, "state_dtype", None)]
-    kinds.append(getattr(problem, "conv_dtype", None))
-    if torch.float64 in kinds:
+    if torch.float64 in spec.dtypes:
         return "computes in float32, not in float64"
     return None
 
 
-# kernels that a second process compiles meanwhile: about half of the work
-BESIDE = ("step", "prefill", "commit", "roll")
+BESIDE = ("step", "prefill", "commit")
+"""Kernels that a second process compiles meanwhile: about half of the work."""
+COLD_SECONDS = 0.3
+"""A kernel that takes longer did not come from the disk."""
 _OTHER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -64,39 +74,48 @@ def kernels() -> dict[str, Any]:
     """Every kernel by its name, not compiled yet."""
     for module in sorted(set(OPS.values())):
         importlib.import_module(f"{__name__}.{module}")
-    from sluice.backends.cpu.launch import KERNELS
+    from sluice.backends.cpu.kernel import KERNELS
 
     return KERNELS
 
 
-def warmup(progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Compile every kernel, or load it from the disk cache.
+def compile(
+    specs: Sequence[Spec], share: tuple[int, int] = (0, 1), progress: Progress | None = None
+) -> None:
+    """Compile the kernels of these calls, each of which serves calls of every size and dtype.
 
-    ``progress(name, done, all)`` is called before each kernel, and once at the end. A compiler
-    keeps to one core, so where the cache is empty a second process fills a part of it; whatever
-    that leaves is compiled here.
+    ``share`` (i, n): every n-th kernel, from the i-th on. ``progress(name, done, all)`` is called
+    before each kernel, and once at the end.
+    """
+    wanted = sorted({"entry", *(KERNEL_OF.get(spec.op, spec.op) for spec in specs)})
+    compile_kernels(wanted[share[0] :: share[1]], progress)
+
+
+def compile_kernels(names: Iterable[str], progress: Progress | None = None) -> None:
+    """Compile kernels, or load them from the disk cache.
+
+    A compiler keeps to one core. So where the cache is empty, a second process compiles some of
+    them (``BESIDE``); what it leaves is compiled here.
     """
     known = kernels()
-    order = sorted(known, key=lambda name: (name in BESIDE, name != "screen"))
+    order = sorted(names, key=lambda name: (name in BESIDE, name != "entry"))
+    beside = [name for name in order if name in BESIDE]
     other = None
     for done, name in enumerate(order):
         if progress is not None:
             progress(name, done, len(order))
-        if name in BESIDE and other is not None:
+        if name in beside and other is not None:
             other.wait()
         start = time.perf_counter()
         known[name].compile()
-        if done == 0 and time.perf_counter() - start > COLD_SECONDS:
-            other = _compile_beside()
+        if done == 0 and beside and time.perf_counter() - start > COLD_SECONDS:
+            other = _compile_beside(beside)
     if progress is not None:
         progress("", len(order), len(order))
 
 
-COLD_SECONDS = 0.3  # a kernel that takes longer did not come from the disk
-
-
-def _compile_beside() -> subprocess.Popen[bytes] | None:
-    arguments = [json.dumps(sys.path), *BESIDE]
+def _compile_beside(names: list[str]) -> subprocess.Popen[bytes] | None:
+    arguments = [json.dumps(sys.path), *names]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     try:
         return subprocess.Popen(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.rows import read_index
+from sluice.backends.cpu.scratch_rows import read_index
 
 
 @jit

@@ -8,15 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sluice.backends.cpu.address import NOWHERE, locate, span, state_rows
-from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Kernel, claim, first_range
-from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
-from sluice.backends.cpu.memory import release
-from sluice.backends.cpu.params import PARAMS, conv_block
-from sluice.backends.cpu.rows import fill, read_index, round_up
-from sluice.backends.cpu.screen import checks_values, run_checked
-from sluice.backends.cpu.window import (
+from sluice.backends import Launch
+from sluice.backends.cpu.addressing import NOWHERE, locate, span, state_rows
+from sluice.backends.cpu.conv_lines import (
     TOKENS,
     convolve,
     front_lines,
@@ -28,9 +22,17 @@ from sluice.backends.cpu.window import (
     store_lines,
     store_window,
 )
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind as bind_kernel
+from sluice.backends.cpu.launch import with_zeros
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
+from sluice.backends.cpu.memory import release
+from sluice.backends.cpu.params import PARAMS
+from sluice.backends.cpu.scratch_rows import fill, read_index, round_up
+from sluice.backends.cpu.threads import tasks_of
 from sluice.contract import values
-from sluice.contract.problem import ConvProblem
-from sluice.contract.tensors import ConvTensors
+from sluice.contract.spec import ConvQkvSpec, ConvSpec
 
 CHANNELS = 512  # of a block: half a page of float32 tokens
 
@@ -99,7 +101,7 @@ def blocks_of(D: int) -> int:
     return -(-D // CHANNELS)
 
 
-def units_of(p: ConvProblem) -> int:
+def units_of(p: ConvSpec | ConvQkvSpec) -> int:
     """Units that cover all sequences, each of which has one at least: see `locate`."""
     return p.T // TOKENS + p.N if p.varlen else p.N * max(-(-p.T // TOKENS), 1)
 
@@ -110,45 +112,19 @@ def _make(version: str) -> Callable[[Any], None]:
         p = view(block)
         c, memory = make_lines(CHANNELS, front_lines(p), p.W)
         blocks = (p.D + CHANNELS - 1) // CHANNELS
-        own = first_range(p)
-        for other in range(p.threads):
-            part = (own + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                unit, index = in_order(p, i, blocks)
-                task(p, c, unit, index * CHANNELS)
-                i = claim(p, part)
+        for i in tasks_of(p):
+            unit, index = in_order(p, i, blocks)
+            task(p, c, unit, index * CHANNELS)
         release(memory)
 
     return conv_kernel
 
 
-def _make_roll(version: str) -> Callable[[Any], None]:
-    def roll_kernel(block):
-        _ = version
-        p = view(block)
-        c, memory = make_lines(CHANNELS, front_lines(p), 1)
-        blocks = (p.D + CHANNELS - 1) // CHANNELS
-        own = first_range(p)
-        for other in range(p.threads):
-            part = (own + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                roll_task(p, c, i // blocks, i % blocks * CHANNELS)
-                i = claim(p, part)
-        release(memory)
-
-    return roll_kernel
+KERNEL = Kernel("causal_conv1d", _make)
 
 
-KERNEL = Kernel("causal_conv1d", PARAMS, _make)
-ROLL = Kernel("roll", PARAMS, _make_roll)
-
-
-@checks_values
-def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
-    """Serve ``causal_conv1d``."""
-    params, _alive = conv_block(p, t)
-    run_checked(KERNEL, params, units_of(p) * blocks_of(p.D), values.conv, p, t)
-    if p.varlen and p.N == 0:
-        t.out.zero_()
+def bind(spec: ConvSpec) -> Launch:
+    """A launch of ``causal_conv1d``."""
+    tasks = units_of(spec) * blocks_of(spec.D)
+    launch = bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.conv)
+    return with_zeros(launch, spec, "out")

@@ -11,15 +11,26 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sluice.backends.cpu.address import locate, span, state_rows
+from sluice.backends import Launch
+from sluice.backends.cpu.addressing import locate, span, state_rows
 from sluice.backends.cpu.conv import CHANNELS, in_order, units_of
+from sluice.backends.cpu.conv_lines import (
+    TOKENS,
+    convolve,
+    front_lines,
+    keep_windows,
+    load_unit,
+    make_lines,
+)
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind as bind_kernel
+from sluice.backends.cpu.launch import with_zeros
 from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
 from sluice.backends.cpu.memory import release
-from sluice.backends.cpu.params import PARAMS, conv_qkv_block
-from sluice.backends.cpu.prepare import L2_EPS
-from sluice.backends.cpu.rows import (
+from sluice.backends.cpu.operands import L2_EPS
+from sluice.backends.cpu.params import PARAMS
+from sluice.backends.cpu.scratch_rows import (
     fill,
     fill_tail,
     read,
@@ -29,20 +40,11 @@ from sluice.backends.cpu.rows import (
     sum_squares,
     write,
 )
-from sluice.backends.cpu.screen import checks_values, run_checked
 from sluice.backends.cpu.simd import get, load, put, splat, store
+from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.vmath import vexp, vsigmoid, vsoftplus
-from sluice.backends.cpu.window import (
-    TOKENS,
-    convolve,
-    front_lines,
-    keep_windows,
-    load_unit,
-    make_lines,
-)
 from sluice.contract import values
-from sluice.contract.problem import ConvQkvProblem
-from sluice.contract.tensors import ConvQkvTensors
+from sluice.contract.spec import ConvQkvSpec
 
 view = PARAMS.view
 
@@ -195,33 +197,24 @@ def _make(version: str) -> Callable[[Any], None]:
         c, memory = make_lines(round_up(width, LANES), front_lines(p), p.W)
         each_k, each_v = heads_in_block(p.K), heads_in_block(p.V)
         blocks = 2 * ((p.HK + each_k - 1) // each_k) + (p.HV + each_v - 1) // each_v
-        own = first_range(p)
-        for other in range(p.threads):
-            part = (own + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                unit, index = in_order(p, i, blocks + 1)
-                if index < blocks:
-                    task(p, c, unit, index)
-                else:
-                    gates_task(p, c, unit)
-                i = claim(p, part)
+        for i in tasks_of(p):
+            unit, index = in_order(p, i, blocks + 1)
+            if index < blocks:
+                task(p, c, unit, index)
+            else:
+                gates_task(p, c, unit)
         release(memory)
 
     return conv_qkv_kernel
 
 
-KERNEL = Kernel("conv_qkv", PARAMS, _make)
+KERNEL = Kernel("conv_qkv", _make)
 
 
-@checks_values
-def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
-    """Serve ``conv_qkv``."""
-    each_k, each_v = (max(CHANNELS // d, 1) if d % LANES == 0 else 1 for d in (p.K, p.V))
-    blocks = 2 * -(-p.HK // each_k) + -(-p.HV // each_v)
-    params, _alive = conv_qkv_block(p, t)
-    run_checked(KERNEL, params, units_of(p) * (blocks + 1), values.conv, p, t)
-    if p.varlen and p.N == 0:
-        for out in (t.q, t.k, t.v, t.g, t.beta):
-            if out is not None:
-                out.zero_()
+def bind(spec: ConvQkvSpec) -> Launch:
+    """A launch of ``conv_qkv``."""
+    each_k, each_v = (max(CHANNELS // d, 1) if d % LANES == 0 else 1 for d in (spec.K, spec.V))
+    blocks = 2 * -(-spec.HK // each_k) + -(-spec.HV // each_v)
+    tasks = units_of(spec) * (blocks + 1)
+    launch = bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.conv)
+    return with_zeros(launch, spec, "q", "k", "v", "g", "beta")

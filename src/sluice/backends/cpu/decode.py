@@ -10,24 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sluice.backends.cpu.address import NOWHERE, span, state_rows
+from sluice.backends import Launch
+from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
 from sluice.backends.cpu.delta import BLOCK_V, block
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind as bind_kernel
+from sluice.backends.cpu.launch import with_zeros
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.memory import address_of, release
-from sluice.backends.cpu.params import PARAMS, delta_block
-from sluice.backends.cpu.prepare import (
+from sluice.backends.cpu.one_token import VECTORS, far, near
+from sluice.backends.cpu.operands import (
     KEY_DECAY,
     load_gates,
     load_key_gates,
+    make_operands,
     make_work,
-    operands,
 )
-from sluice.backends.cpu.rows import round_up, store_row
-from sluice.backends.cpu.screen import checks_values, run_checked
+from sluice.backends.cpu.params import PARAMS
+from sluice.backends.cpu.scratch_rows import round_up, store_row
 from sluice.backends.cpu.simd import pointer
-from sluice.backends.cpu.single import SINGLE, far, near
 from sluice.backends.cpu.state import (
     block_floats,
     head_at,
@@ -36,25 +38,25 @@ from sluice.backends.cpu.state import (
     pass_through,
     store_block,
 )
+from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.tokens import (
-    heads_together,
     load_keys,
     load_values,
     prefetch_token,
-    query_groups,
+    readers_of_state,
+    share_heads,
     share_keys,
     store_outputs,
     zero_outputs,
 )
 from sluice.contract import values
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 VK1, VK2, VK4, VK8 = (block("vk", M) for M in (1, 2, 4, 8))
 KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
 KV_WIDE = block("kv", 1, 8)
-NEAR, FAR = near(SINGLE), far(SINGLE)
-USUAL = SINGLE * LANES  # the K of most models on this machine: known when kernels are compiled
+NEAR, FAR = near(VECTORS), far(VECTORS)
+USUAL = VECTORS * LANES  # the K of most models on this machine: known when kernels are compiled
 
 WIDE = 8 * LANES  # columns of one token's pass through a "kv" state
 
@@ -62,37 +64,37 @@ view = PARAMS.view
 
 
 @jit
-def is_single(p, m, groups):
-    """Whether single.py serves, which needs no w and lam."""
-    return m == 1 and groups == 1 and p.single != 0 and p.K == USUAL
+def is_one_token(p, w, m):
+    """Whether one_token.py serves, which needs neither k_out nor decay_all."""
+    return m == 1 and w.readers == 1 and p.one_token != 0 and p.K == USUAL
 
 
 @jit
-def _vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, groups, write):
-    ld_v, delta, beta = round_up(p.V, BLOCK_V), p.delta, w.beta
+def _vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
+    beta = w.beta
     if m == 1:
-        VK1(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+        VK1(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
     elif m == 2:
-        VK2(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+        VK2(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
     elif m <= 4 and n == USUAL and ld == USUAL and ld_to == USUAL:
-        VK4(w, beta, s, USUAL, to, USUAL, soon, USUAL, USUAL, v0, ld_v, groups, delta, write)
+        VK4(w, beta, s, USUAL, to, USUAL, soon, USUAL, USUAL, v0, write)
     elif m <= 4:
-        VK4(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+        VK4(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
     else:
-        VK8(w, beta, s, ld, to, ld_to, soon, n, n, v0, ld_v, groups, delta, write)
+        VK8(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
 
 
 @jit
-def _kv_block(p, w, s, ld, to, ld_to, soon, n, v0, m, groups, write):
-    ld_v, delta, beta, K = round_up(p.V, BLOCK_V), p.delta, w.beta, p.K
+def _kv_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
+    beta, K = w.beta, p.K
     if m == 1:
-        KV1(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+        KV1(w, beta, s, ld, to, ld_to, soon, K, n, v0, write)
     elif m == 2:
-        KV2(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+        KV2(w, beta, s, ld, to, ld_to, soon, K, n, v0, write)
     elif m <= 4:
-        KV4(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+        KV4(w, beta, s, ld, to, ld_to, soon, K, n, v0, write)
     else:
-        KV8(w, beta, s, ld, to, ld_to, soon, K, n, v0, ld_v, groups, delta, write)
+        KV8(w, beta, s, ld, to, ld_to, soon, K, n, v0, write)
 
 
 @jit
@@ -114,14 +116,14 @@ def _prefetch_next(p, batch, start, m, head, v0):
 
 
 @jit
-def run_head(p, w, read, write, head, token, m, groups):
+def run_head(p, w, read, write, head, token, m):
     """All blocks of one head: outputs to w.o, the state to its write slot, d to the draft."""
     K, V, n = p.K, p.V, round_up(p.K, LANES)
     keep = write != NOWHERE
     source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
     direct = is_direct(p) and read != NOWHERE
     memory = pointer(p.state, F32)
-    if direct and keep and is_single(p, m, groups):
+    if direct and keep and is_one_token(p, w, m):
         if p.far:
             FAR(w, w.beta, memory + source, memory + target, USUAL, 0, V)
         else:
@@ -131,7 +133,7 @@ def run_head(p, w, read, write, head, token, m, groups):
         for v0 in range(0, V, WIDE):
             s, to = memory + source + v0, memory + target + v0
             soon = address_of(s + K * V)
-            KV_WIDE(w, w.beta, s, V, to, V, soon, K, n, v0, V, groups, p.delta, True)
+            KV_WIDE(w, w.beta, s, V, to, V, soon, K, n, v0, True)
         return
     batch, start = token // max(p.T, 1), token % max(p.T, 1)
     for v0 in range(0, V, BLOCK_V):
@@ -145,12 +147,12 @@ def run_head(p, w, read, write, head, token, m, groups):
             s, to, ld = w.tile, w.tile, BLOCK_V if p.kv else n
         if p.kv:
             soon = address_of(memory + source + K * (V + v0))  # of the next head
-            _kv_block(p, w, s, ld, to, ld, soon, n, v0, m, groups, keep)
-        elif keep and is_single(p, m, groups):
+            _kv_block(p, w, s, ld, to, ld, soon, n, v0, m, keep)
+        elif keep and is_one_token(p, w, m):
             NEAR(w, w.beta, s, to, USUAL, v0, BLOCK_V)
         else:
             soon = address_of(s + BLOCK_V * K)
-            _vk_block(p, w, s, ld, to, ld, soon, n, v0, m, groups, keep)
+            _vk_block(p, w, s, ld, to, ld, soon, n, v0, m, keep)
         if keep and not direct:
             store_block(p, w.tile, target, v0)
         if p.draft_d != 0:
@@ -162,7 +164,7 @@ def _keep_keys(p, w, token, head, m):
     """Verify's normalised keys and log decays; each key head's first value head keeps its key."""
     n = round_up(p.K, LANES)
     ratio = p.HV // p.HK
-    rows = w.raw if p.decay == KEY_DECAY else w.x
+    rows = w.kq_raw if p.decay == KEY_DECAY else w.kq
     for t in range(m):
         if head % ratio == 0:
             at = ((token + t) * p.HK + head // ratio) * p.K
@@ -170,13 +172,13 @@ def _keep_keys(p, w, token, head, m):
         if p.draft_g != 0:
             if p.decay == KEY_DECAY:
                 at = ((token + t) * p.HV + head) * p.K
-                store_row(p.draft_g, F32, at, w.w + t * n, p.K)
+                store_row(p.draft_g, F32, at, w.k_out + t * n, p.K)
             else:
                 store_row(p.draft_g, F32, (token + t) * p.HV + head, w.g + t, 1)
 
 
 @jit
-def _head(p, w, batch, start, m, groups, read, write, head):
+def _head(p, w, batch, start, m, read, write, head):
     """All tokens of one value head whose keys and queries are loaded."""
     g_at = batch * p.g_b + start * p.g_t + head * p.g_h
     beta_at = batch * p.beta_b + start * p.beta_t + head * p.beta_h
@@ -187,58 +189,48 @@ def _head(p, w, batch, start, m, groups, read, write, head):
     if p.draft_d != 0:
         _keep_keys(p, w, token, head, m)
     load_values(p, w, batch, start, head, m)
-    operands(p, w, w.alpha, m, groups, write != NOWHERE and not is_single(p, m, groups))
-    run_head(p, w, read, write, head, token, m, groups)
-    store_outputs(p, w, batch, start, head, m, groups)
+    make_operands(p, w, w.alpha, m, write != NOWHERE and not is_one_token(p, w, m))
+    run_head(p, w, read, write, head, token, m)
+    store_outputs(p, w, batch, start, head, m)
 
 
 @jit
 def task(p, w, seq, first):
-    """The value heads `first` to `first + group` of one sequence."""
+    """The value heads `first` to `first + heads_per_task` of one sequence."""
     padding, read, write = state_rows(p, seq)
     batch, start, m = span(p, seq)
-    groups, shared = query_groups(p), share_keys(p)
+    shared = share_keys(p)
     if p.draft_d != 0:
         write = NOWHERE
-    for head in range(first, first + p.group):
+    for head in range(first, first + p.heads_per_task):
         if p.cu != 0 and seq == p.N - 1:
-            zero_outputs(p, w, 0, start + m, p.T - start - m, head, groups)
+            zero_outputs(p, w, 0, start + m, p.T - start - m, head)
         if padding:
-            zero_outputs(p, w, batch, start, m, head, groups)
+            zero_outputs(p, w, batch, start, m, head)
         elif m == 0:
             pass_through(p, w, read, write, head)
         else:
             if head == first or not shared:
-                load_keys(p, w, batch, start, head, m, groups)
-            _head(p, w, batch, start, m, groups, read, write, head)
+                load_keys(p, w, batch, start, head, m)
+            _head(p, w, batch, start, m, read, write, head)
 
 
 def _make(version: str) -> Callable[[Any], None]:
     def decode_kernel(block):
         _ = version
         p = view(block)
-        w, memory = make_work(p.K, p.V, query_groups(p), 1, block_floats(p))
-        runs = p.HV // p.group
-        own = first_range(p)
-        for other in range(p.threads):
-            part = (own + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                task(p, w, i // runs, i % runs * p.group)
-                i = claim(p, part)
+        w, memory = make_work(p, readers_of_state(p), 1, block_floats(p))
+        runs = p.HV // p.heads_per_task
+        for i in tasks_of(p):
+            task(p, w, i // runs, i % runs * p.heads_per_task)
         release(memory)
 
     return decode_kernel
 
 
-KERNEL = Kernel("decode", PARAMS, _make)
+KERNEL = Kernel("decode", _make)
 
 
-@checks_values
-def decode(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Serve ``decode`` (and ``verify``, which keeps a draft instead of the state)."""
-    group = heads_together(p.N, p.HK, p.HV)
-    params, _alive = delta_block(p, t, group)
-    run_checked(KERNEL, params, p.N * p.HV // group, values.delta, p, t)
-    if p.varlen and p.N == 0:
-        t.out.zero_()
+def bind(spec: DeltaSpec) -> Launch:
+    """A launch of ``decode``, or of ``verify``, which keeps a draft instead of the state."""
+    return with_zeros(bind_kernel(KERNEL, spec, share_heads(spec), values.delta), spec, "out")

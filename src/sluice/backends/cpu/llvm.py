@@ -6,20 +6,20 @@ Functions here are called while a kernel is compiled; they emit instructions and
 from __future__ import annotations
 
 from llvmlite import ir
-from numba.core import cgutils, registry
+
+from sluice.backends.cpu.numba_private import TARGET
 
 F32, BF16, F16, F64 = 0, 1, 2, 3
 ELEMENT_BYTES = (4, 2, 2, 8)
 
-_features = set(registry.cpu_target.target_context.codegen().magic_tuple()[2].split(","))
-_triple = registry.cpu_target.target_context.codegen().magic_tuple()[0]
-LANES = 16 if "+avx512f" in _features else 8 if "+avx" in _features else 4
+_arm = TARGET.triple.startswith(("aarch64", "arm64"))
+LANES = 16 if "+avx512f" in TARGET.features else 8 if "+avx" in TARGET.features else 4
 # Vector registers decide how large a tile of accumulators may be before it spills.
-REGISTERS = 32 if "+avx512f" in _features or _triple.startswith(("aarch64", "arm64")) else 16
-
-NATIVE_HALF = "+f16c" in _features or _triple.startswith(("aarch64", "arm64"))
+REGISTERS = 32 if "+avx512f" in TARGET.features or _arm else 16
+NATIVE_HALF = "+f16c" in TARGET.features or _arm
 
 f32, i16, i32, i64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+byte_pointer = ir.IntType(8).as_pointer()
 _half = ir.HalfType() if NATIVE_HALF else i16
 STORAGE = {F32: f32, BF16: i16, F16: _half, F64: ir.DoubleType()}
 
@@ -39,11 +39,18 @@ def like(typ, element):
     return vector_type(typ.count, element) if isinstance(typ, ir.VectorType) else element
 
 
+def c_function(builder, name, result, arguments):
+    """A function of C's library or an LLVM intrinsic, declared once in a module."""
+    known = builder.module.globals.get(name)
+    if known is not None:
+        return known
+    return ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
 def call_llvm(builder, name, result, *args):
     """Call an overloaded LLVM intrinsic: `llvm.<name>.<suffix of the result's type>`."""
     suffix = f"v{result.count}f32" if isinstance(result, ir.VectorType) else "f32"
-    fnty = ir.FunctionType(result, [a.type for a in args])
-    fn = cgutils.get_or_insert_function(builder.module, fnty, f"llvm.{name}.{suffix}")
+    fn = c_function(builder, f"llvm.{name}.{suffix}", result, [a.type for a in args])
     return builder.call(fn, args)
 
 
@@ -162,7 +169,7 @@ def store_at(builder, code, ptr, index, value):
 
 def prefetch_at(builder, address, level):
     """To be read, and soon written."""
-    where = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    fnty = ir.FunctionType(ir.VoidType(), [where.type, i32, i32, i32])
-    fn = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
+    where = builder.inttoptr(address, byte_pointer)
+    kinds = [byte_pointer, i32, i32, i32]
+    fn = c_function(builder, "llvm.prefetch.p0", ir.VoidType(), kinds)
     builder.call(fn, [where, i32(0), i32(4 - level), i32(1)])

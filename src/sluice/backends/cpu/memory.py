@@ -1,12 +1,14 @@
-"""Scratch memory, counters shared by threads, and addresses, for Numba code."""
+"""Scratch memory, counters shared by threads, addresses and the clock, for Numba code."""
 
 from __future__ import annotations
+
+import time
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sluice.backends.cpu.llvm import element_at, i32, i64
+from sluice.backends.cpu.llvm import byte_pointer, c_function, element_at, i32, i64
 
 
 @intrinsic
@@ -14,7 +16,8 @@ def allocate(typingctx, nbytes):
     """The address of fresh memory, aligned to 16 bytes at least."""
 
     def codegen(context, builder, sig, args):
-        return builder.ptrtoint(context.nrt.allocate(builder, args[0]), i64)
+        malloc = c_function(builder, "malloc", byte_pointer, [i64])
+        return builder.ptrtoint(builder.call(malloc, [args[0]]), i64)
 
     return types.int64(types.int64), codegen
 
@@ -24,7 +27,8 @@ def release(typingctx, address):
     """Give back what `allocate` returned."""
 
     def codegen(context, builder, sig, args):
-        context.nrt.free(builder, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        free = c_function(builder, "free", ir.VoidType(), [byte_pointer])
+        builder.call(free, [builder.inttoptr(args[0], byte_pointer)])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -39,6 +43,32 @@ def fetch_add(typingctx, address):
         return builder.atomic_rmw("add", where, i64(1), "monotonic")
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def nanoseconds(typingctx):
+    """The time on a clock that never goes back."""
+
+    def codegen(context, builder, sig, args):
+        clock = c_function(builder, "clock_gettime", i32, [i32, i64.as_pointer()])
+        with builder.goto_entry_block():
+            timespec = builder.alloca(i64, 2)
+        builder.call(clock, [i32(time.CLOCK_MONOTONIC), timespec])
+        seconds, rest = (builder.load(builder.gep(timespec, [i64(i)])) for i in range(2))
+        return builder.add(builder.mul(seconds, i64(1_000_000_000)), rest)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def write_int(typingctx, address, value):
+    """Write an int64 to an address."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(args[1], builder.inttoptr(args[0], i64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -1,6 +1,9 @@
-"""Gated RMSNorm over rows: norm first, gate after, rounded once.
+"""Gated RMSNorm over vectors: norm first, gate after, rounded once.
 
 y = weight x / sqrt(mean x^2 + eps) act(z)
+
+Vectors of V elements are counted over three dimensions. Where leading dimensions cannot be seen as
+three, inputs are copied before, and the output after.
 """
 
 from __future__ import annotations
@@ -9,20 +12,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
+from sluice.backends import Launch
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind_fields, with_copies
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.memory import allocate, release
-from sluice.backends.cpu.params import PARAMS, norm_block
-from sluice.backends.cpu.rows import load_row, read, round_up, store_row, sum_squares
+from sluice.backends.cpu.params import PARAMS, constants, describe, sources_of
+from sluice.backends.cpu.scratch_rows import load_row, read, round_up, store_row, sum_squares
 from sluice.backends.cpu.simd import load, pointer, put, store
+from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.vmath import vsigmoid, vsilu
-from sluice.contract.problem import NormProblem
-from sluice.contract.tensors import NormTensors
+from sluice.contract.spec import Meta, NormSpec
 
-ROWS = 16  # rows a task takes
+VECTORS = 16
+"""Vectors per task."""
 
 view = PARAMS.view
 
@@ -66,44 +70,49 @@ def _make(version: str) -> Callable[[Any], None]:
         memory = allocate(3 * n * 4 + 64)
         w = pointer(round_up(memory, 64), F32)
         load_norm_weight(p, w + 2 * n)
-        own = first_range(p)
-        for other in range(p.threads):
-            part = (own + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                task(p, w, i * ROWS, min(ROWS, p.N - i * ROWS))
-                i = claim(p, part)
+        for i in tasks_of(p):
+            task(p, w, i * VECTORS, min(VECTORS, p.N - i * VECTORS))
         release(memory)
 
     return norm_kernel
 
 
-KERNEL = Kernel("rms_norm_gated", PARAMS, _make)
+KERNEL = Kernel("rms_norm_gated", _make)
 
 
-def rms_norm_gated(p: NormProblem, t: NormTensors) -> None:
-    """Serve ``rms_norm_gated``."""
-    x, z, out = (_four_dimensional(y) for y in (t.x, t.z, t.out))
-    if out.data_ptr() != t.out.data_ptr():  # leading dimensions that no view can join
-        t.out.copy_(_normed(p, t).view(t.out.shape))
-        return
-    KERNEL(norm_block(p, x, z, t.weight, out), -(-p.rows // ROWS))
+def bind(spec: NormSpec) -> Launch:
+    """A launch of ``rms_norm_gated``."""
+    tasks = -(-spec.vectors // VECTORS)
+    if tasks == 0:
+        return lambda tensors: None
+    values, sources, copied = constants(spec), {}, {}
+    for field, name in sources_of(spec).items():
+        meta, index = getattr(spec, name), spec.TENSORS.index(name)
+        if field != "norm":
+            joined = _joined(meta)
+            if joined is None:
+                copied[index] = meta
+                joined = _joined(meta.new_empty(*meta.shape))
+            meta = joined
+            values |= {"HK": meta.shape[1], "HV": meta.shape[2]}
+        values |= describe(field, meta)
+        sources[field] = index
+    launch = bind_fields(KERNEL, PARAMS, values, sources, lambda threads: {"tasks": tasks})
+    return with_copies(launch, copied, spec.TENSORS.index("out")) if copied else launch
 
 
-def _normed(p: NormProblem, t: NormTensors) -> Tensor:
-    out = t.out.new_empty(t.out.shape)
-    rms_norm_gated(p, t._replace(out=out))
-    return out
-
-
-def _four_dimensional(x: Tensor) -> Tensor:
-    """[a, b, c, V], a view where there is one."""
-    if x.dim() <= 4:
-        return x.view(*(1,) * (4 - x.dim()), *x.shape) if x.is_contiguous() else _widened(x)
-    return x.reshape(-1, *x.shape[-3:])
-
-
-def _widened(x: Tensor) -> Tensor:
-    while x.dim() < 4:
-        x = x.unsqueeze(0)
-    return x
+def _joined(meta: Meta) -> Meta | None:
+    """[..., V] as [a, b, c, V]; None if leading dimensions lie so that they cannot be joined."""
+    while meta.dim() < 4:
+        meta = meta.unsqueeze(0)
+    *leading, b, c, V = meta.shape
+    step = 0
+    for i in range(len(leading) - 1, -1, -1):
+        if meta.shape[i] == 1:
+            continue
+        if step == 0:
+            step = span = meta.strides[i]
+        elif meta.strides[i] != span:
+            return None
+        span *= meta.shape[i]
+    return meta._replace(shape=(math.prod(leading), b, c, V), strides=(step, *meta.strides[-3:]))

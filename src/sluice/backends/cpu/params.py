@@ -1,339 +1,272 @@
-"""The parameter block that every kernel takes: its fields, and how tensors fill them.
+"""The parameter block that every operator's kernel takes, and how a spec fills it.
 
-One layout serves all kernels, so that functions they share are compiled once. Fields that follow
-from the problem alone are remembered for the very same problem; addresses and what else is known
-only then are written into a copy in every call.
+One layout serves all kernels, so that functions they share are compiled once. What a spec says
+(strides, storage types, sizes, options) is written once, when a call is bound; an address per
+tensor is all that is left.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from sluice.backends.cpu.launch import Fields
+from sluice.backends.cpu.block import Fields
 from sluice.backends.cpu.llvm import BF16, F16, F32, F64, REGISTERS
-from sluice.backends.cpu.prepare import HEAD_DECAY, KEY_DECAY, NO_DECAY
-from sluice.contract.problem import (
+from sluice.backends.cpu.operands import HEAD_DECAY, KEY_DECAY, NO_DECAY
+from sluice.contract.spec import (
     MAX_DECODE_TOKENS,
-    CommitProblem,
-    ConvProblem,
-    ConvQkvProblem,
-    DeltaProblem,
-    NormProblem,
-    Problem,
-    StateAddressing,
-    StepProblem,
-)
-from sluice.contract.tensors import (
-    CommitTensors,
-    ConvQkvTensors,
-    ConvTensors,
-    DeltaTensors,
-    Rows,
-    StepTensors,
+    CommitSpec,
+    ConvQkvSpec,
+    ConvSpec,
+    DeltaSpec,
+    Meta,
+    NormSpec,
+    StepSpec,
 )
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 DECAYS = {"none": NO_DECAY, "head": HEAD_DECAY, "key": KEY_DECAY}
 
-FAR_BYTES = 24 << 20  # states of a call beyond this do not stay in a last-level cache
+FAR_BYTES = 24 << 20
+"""States of a call beyond this do not stay in a last-level cache."""
+
+TENSORS = {
+    # tokens [B, T, H, D], whose last stride is 1
+    "q": "b t h",
+    "k": "b t h",
+    "v": "b t h",
+    "o": "b t h",
+    "state": "p code",
+    # gates [B, T, H], of the rule and of conv_qkv, which makes the first two; z of the gated norm
+    "g": "b t h code",
+    "beta": "b t h code",
+    "a": "b t h code",
+    "b": "b t h code",
+    "z": "b t h code",
+    "A": "h code",
+    "dt": "h code",
+    # rows of a pool, packed sequences, checkpoints
+    "slots": "wide",
+    "write": "wide",
+    "has_state": "",
+    "cu": "wide",
+    "cu_host": "wide",
+    "checkpoints": "wide",
+    "positions": "wide",
+    # a draft
+    "accepted": "wide",
+    "draft_k": "",
+    "draft_d": "",
+    "draft_g": "",
+    # convolution: tokens [B, T, D], taps [D, W], windows [P, D, L]
+    "x": "b t d",
+    "y": "b t d",
+    "weight": "d w code",
+    "bias": "d code",
+    "conv": "p d l code",
+    "norm": "d code",
+}
+"""Each tensor's address field, and what else a block says about it: the stride of each dimension,
+the storage type (``code``), whether indices are int64 (``wide``). Without a stride it is dense."""
 
 PARAMS = Fields(
     "params",
-    # token tensors [B, T, H, D] and gates [B, T, H]: addresses, strides, storage types
-    "q k v o state g beta group q_b q_t q_h q_d k_b k_t k_h k_d v_b v_t v_h v_d o_b o_t o_h o_d"
-    " state_p g_b g_t g_h g_code beta_b beta_t beta_h beta_code A A_h A_code dt dt_h dt_code"
-    # rows and checkpoints: address and whether elements are int64
-    " slots slots_wide write write_wide has_state pad cu cu_wide bounds bounds_wide P owned most"
-    " checkpoints checkpoints_wide positions positions_wide columns every accepted accepted_wide"
-    " draft_k draft_d draft_g"
-    # convolution: tokens [B, T, D], taps [D, W], state [P, D, L]
-    " x x_b x_t x_d y y_b y_t y_d weight weight_d weight_w weight_code bias bias_d bias_code"
-    " conv conv_p conv_d conv_l conv_code L D W silu freeze"
-    # raw gates that are inputs where g and beta are outputs, the gated norm, the layer's order
-    " a a_b a_t a_h a_code b b_b b_t b_h b_code z z_b z_t z_h z_code norm norm_d norm_code sigmoid"
-    " interleaved gates makes_gates"
-    # constants of the problem
-    " io state_code kv T N HQ HK HV K V decay delta raw double normalize single far",
+    " ".join(TENSORS),
+    " ".join(f"{name}_{part}" for name, parts in TENSORS.items() for part in parts.split())
+    # what the call computes
+    + " io kv T N HQ HK HV K V D W L decay delta raw double normalize silu sigmoid freeze"
+    # how: heads per task, the path for one token, whether states come from memory
+    " heads_per_task one_token far"
+    # pool and checkpoints
+    " P pad owned columns every"
+    # what screen.py looks at: tokens per sequence at most, gates per token, which gates
+    " most_tokens g_count beta_count makes_gates"
+    # step: z and a inside of qkvz and ba, and the distance from key head to key head
+    " interleaved z_offset z_group a_offset a_group b_group",
     "scale eps",
 )
 
-Block = bytearray
-AT = PARAMS.offset
-
-_put2, _put3, _put4, _put5 = (struct.Struct(f"={n}q").pack_into for n in (2, 3, 4, 5))
-_put1, _put8, _put10 = (struct.Struct(f"={n}q").pack_into for n in (1, 8, 10))
-
-A_RAW, B_RAW = AT["a"], AT["b"]
-A, DT, BIAS, X, Y, Z, WEIGHT, CONV = (
-    AT[name] for name in ("A", "dt", "bias", "x", "y", "z", "weight", "conv")
-)
-TOKENS, NORM, DRAFTS, ACCEPTED, IO, HEADS, SLOTS = (
-    AT[name] for name in ("q", "norm", "draft_k", "accepted", "io", "HK", "slots")
-)
-
-_known: dict[int, tuple[Problem, bytes]] = {}
-_MOST_KNOWN = 1024
-
-
-def _block(p: Any, make: Callable[[Any], dict[str, Any]]) -> Block:
-    """A fresh block, the fields that follow from the problem set."""
-    known = _known.get(id(p))
-    if known is None or known[0] is not p:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        known = _known[id(p)] = (p, PARAMS.block({"io": CODES[p.dtype]} | make(p)))
-    return bytearray(known[1])
-
-
-def dense(x: Tensor | None) -> Tensor | None:
-    """Index tensors are read as plain arrays."""
-    return x if x is None or x.is_contiguous() else x.contiguous()
+RENAMED = {
+    "A_log": "A",
+    "dt_bias": "dt",
+    "write_slots": "write",
+    "cu_seqlens": "cu",
+    "cu_seqlens_cpu": "cu_host",
+    "checkpoint_slots": "checkpoints",
+    "checkpoint_positions": "positions",
+    "out": "o",
+    "num_accepted": "accepted",
+    "conv_inputs": "x",
+    "conv_state": "conv",
+    "conv_weight": "weight",
+    "conv_bias": "bias",
+    "norm_weight": "norm",
+    "qkv": "x",
+}
+"""Fields of tensors that a spec names in another way."""
+RENAMED_IN: Mapping[str, Mapping[str, str]] = {
+    "causal_conv1d": {"state": "conv", "out": "y"},
+    "conv_qkv": {"state": "conv"},
+    "rms_norm_gated": {"x": "q", "weight": "norm"},
+    "step": {"b": "beta", "a": "g", "out": "y"},
+}
+UNREAD = {"verify": ("conv_inputs", "conv_state")}
+"""Tensors that a kernel has no use for."""
 
 
-def _index(x: Tensor | None) -> tuple[int, int]:
-    """Address and whether elements are int64, of a contiguous index tensor."""
-    return (0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64))
+def sources_of(spec: Any) -> dict[str, str]:
+    """For each address field that the call sets, the tensor it is the address of."""
+    renamed, unread = {**RENAMED, **RENAMED_IN.get(spec.op, {})}, UNREAD.get(spec.op, ())
+    given = [x for x in spec.TENSORS if getattr(spec, x) is not None and x not in unread]
+    found = {renamed.get(name, name): name for name in given}
+    if spec.op == "step":
+        found = {"z": "qkv", "g": "b"} | found  # where z and a are inside of qkvz and ba
+    return found
 
 
-def _set_rows(block: Block, r: Rows, pad: int) -> Rows:
-    """The index tensors; returns contiguous ones to keep alive."""
-    if r.slots is None and r.write_slots is None and r.has_state is None and r.cu_seqlens is None:
-        return r
-    r = Rows(*map(dense, r))
-    slots, write, has_state, cu, cu_cpu = r
-    known = 0 if has_state is None else has_state.data_ptr()
-    _put10(block, SLOTS, *_index(slots), *_index(write), known, pad, *_index(cu), *_index(cu_cpu))
-    return r
+def describe(field: str, meta: Meta) -> dict[str, int]:
+    """What a block says about a tensor."""
+    found = {}
+    parts = TENSORS[field].split()
+    strides = dict(zip([x for x in parts if x not in ("code", "wide")], meta.strides, strict=False))
+    for part in parts:
+        if part == "code":
+            value = CODES[meta.dtype]
+        elif part == "wide":
+            value = int(meta.dtype == torch.int64)
+        else:
+            value = strides[part]
+        found[f"{field}_{part}"] = value
+    return found
 
 
-def _set_checkpoints(block: Block, t: Any) -> tuple[Tensor | None, Tensor | None]:
-    if t.checkpoint_slots is None:
-        return None, None
-    slots, positions = dense(t.checkpoint_slots), dense(t.checkpoint_positions)
-    assert slots is not None
-    _put5(block, AT["checkpoints"], *_index(slots), *_index(positions), slots.shape[1])
-    return slots, positions
+def is_readable(field: str, meta: Meta) -> bool:
+    """Whether kernels can read a tensor as it lies. If not, it is copied."""
+    if not set(TENSORS[field].split()) - {"code", "wide"}:
+        return meta.is_dense()
+    if field == "g" and meta.dim() == 4:
+        return meta.strides[3] == 1
+    return field != "dt" or meta.dim() == 1 or meta.is_dense()
 
 
-def _gate(x: Tensor) -> tuple[int, ...]:
-    """Address, the strides of B, T and H, and the storage type."""
-    b, t, h = x.stride() if x.dim() == 3 else x.stride()[:3]
-    return x.data_ptr(), b, t, h, CODES[x.dtype]
+def constants(spec: Any) -> dict[str, Any]:
+    """The fields that follow from the spec's sizes and options."""
+    return {"io": CODES[spec.dtype]} | _CONSTANTS[spec.op](spec)
 
 
-def _set(block: Block, name: str, x: Tensor) -> None:
-    """One of the tensors whose addresses lie together: with strides, and the type of a gate."""
-    _put1(block, AT[name], x.data_ptr())
-    if name == "state":
-        _put1(block, AT["state_p"], x.stride(0))
-    elif name in ("g", "beta"):
-        _put4(block, AT[name + "_b"], *_gate(x)[1:])
-    else:
-        _put4(block, AT[name + "_b"], *x.stride())
+def _sizes(spec: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in names.split()}
 
 
-def _parameter(x: Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), x.stride(0), CODES[x.dtype])
+def _pool(spec: Any, owned: bool = True) -> dict[str, Any]:
+    return {"P": spec.P, "pad": spec.pad_slot, "owned": owned}
 
 
-def _pool(rows: StateAddressing, owned: bool = True) -> dict[str, Any]:
-    return {"P": rows.P, "pad": rows.pad_slot, "owned": owned}
+def _state(spec: Any) -> dict[str, Any]:
+    bytes_of_states = spec.N * spec.HV * spec.K * spec.V * spec.state_dtype.itemsize
+    return {"kv": spec.state_layout == "kv", "far": bytes_of_states > FAR_BYTES}
 
 
-def _delta_constants(p: DeltaProblem) -> dict[str, Any]:
-    bytes_of_states = p.N * p.HV * p.K * p.V * p.state_dtype.itemsize
+def _checkpoints(spec: Any) -> dict[str, Any]:
+    kept = spec.checkpoint_slots
+    return {"every": spec.checkpoint_every, "columns": 0 if kept is None else kept.shape[1]}
+
+
+def _delta(spec: DeltaSpec) -> dict[str, Any]:
+    vk = spec.state_layout == "vk"
     return {
-        "state_code": CODES[p.state_dtype],
-        "kv": p.state_layout == "kv",
-        **{name: getattr(p, name) for name in ("T", "N", "HQ", "HK", "HV", "K", "V", "delta")},
-        "decay": DECAYS[p.decay],
-        "raw": p.raw_gates,
-        "double": p.neg_eigval,
-        "normalize": p.normalize_qk,
-        "single": p.delta and p.decay != "key" and p.state_layout == "vk" and REGISTERS >= 32,
-        "far": bytes_of_states > FAR_BYTES,
-        "every": p.checkpoint_every,
-        "gates": p.HV,
-        "most": 0 if p.op == "prefill" else MAX_DECODE_TOKENS,
-        **_pool(p.rows, owned=p.op != "verify"),
-        "scale": p.scale,
+        **_sizes(spec, "T N HQ HK HV K V delta"),
+        **_pool(spec, owned=spec.op != "verify"),
+        **_state(spec),
+        **_checkpoints(spec),
+        "decay": DECAYS[spec.decay],
+        "raw": spec.raw_gates,
+        "double": spec.neg_eigval,
+        "normalize": spec.normalize_qk,
+        "one_token": spec.delta and spec.decay != "key" and vk and REGISTERS >= 32,
+        "most_tokens": 0 if spec.op == "prefill" else MAX_DECODE_TOKENS,
+        "g_count": spec.HV,
+        "beta_count": spec.HV,
+        "scale": spec.q_scale,
     }
 
 
-def delta_block(p: DeltaProblem, t: DeltaTensors, group: int) -> tuple[Block, object]:
-    """The block of ``prefill``, ``decode`` and ``verify``, and tensors to keep alive with it.
-
-    A task takes ``group`` value heads. The same problem always comes with the same strides
-    (library.py), so they are remembered with it and only addresses are written.
-    """
-    q, k, v, g, beta, A_log, dt_bias, state, rows, slots, _, out, *drafts = t
-    if p.decay == "key":
-        assert g is not None
-        g, dt_bias = g if g.stride(3) == 1 else g.contiguous(), dense(dt_bias)
-    known = _known.get(id(p))
-    if known is None or known[0] is not p:
-        block = _block(p, _delta_constants)
-        given = {"q": q, "k": k, "v": v, "o": out, "state": state, "g": g, "beta": beta}
-        for name, x in given.items():
-            if x is not None:
-                _set(block, name, x)
-        _known[id(p)] = (p, bytes(block))
-    else:
-        block = bytearray(known[1])
-    _put8(
-        block, TOKENS, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), state.data_ptr(),
-        0 if g is None else g.data_ptr(), 0 if beta is None else beta.data_ptr(), group,
-    )  # fmt: skip
-    if A_log is not None:
-        _put3(block, A, *_parameter(A_log))
-        if dt_bias is not None:
-            _put3(block, DT, *_parameter(dt_bias))
-    if drafts[0] is not None:
-        _put3(block, DRAFTS, *(0 if x is None else x.data_ptr() for x in drafts))
-    kept = _set_checkpoints(block, t) if slots is not None else None
-    return block, (_set_rows(block, rows, p.rows.pad_slot), g, dt_bias, kept)
+def _commit(spec: CommitSpec) -> dict[str, Any]:
+    found = {
+        **_sizes(spec, "T N HK HV K V D L"),
+        **_pool(spec),
+        **_state(spec),
+        "decay": DECAYS[spec.decay],
+    }
+    if spec.conv_inputs is not None:
+        found["io"] = CODES[spec.conv_inputs.dtype]
+    return found
 
 
-def _commit_constants(p: CommitProblem) -> dict[str, Any]:
+def _conv(spec: ConvSpec | ConvQkvSpec) -> dict[str, Any]:
     return {
-        "state_code": CODES[p.state_dtype],
-        "kv": p.state_layout == "kv",
-        **{name: getattr(p, name) for name in ("T", "N", "HK", "HV", "K", "V", "D", "L")},
-        "decay": DECAYS[p.decay],
-        **_pool(p.rows),
+        **_sizes(spec, "T N D W L freeze silu"),
+        **_pool(spec, owned=not spec.freeze),
+        **_checkpoints(spec),
     }
 
 
-def commit_block(p: CommitProblem, t: CommitTensors) -> tuple[Block, object]:
-    """The block of ``commit``."""
-    block = _block(p, _commit_constants)
-    drafts = [dense(x) for x in (t.draft_k, t.draft_d, t.draft_g)]
-    accepted = dense(t.num_accepted)
-    _put3(block, DRAFTS, *(0 if x is None else x.data_ptr() for x in drafts))
-    _put2(block, ACCEPTED, *_index(accepted))
-    _set(block, "state", t.state)
-    if t.conv_inputs is not None and t.conv_state is not None:
-        _put4(block, X, t.conv_inputs.data_ptr(), *t.conv_inputs.stride())
-        _put1(block, IO, CODES[t.conv_inputs.dtype])
-        _put5(block, CONV, *_conv_state(t.conv_state))
-    return block, (_set_rows(block, t.rows, p.rows.pad_slot), drafts, accepted)
-
-
-def _conv_constants(p: ConvProblem) -> dict[str, Any]:
+def _conv_qkv(spec: ConvQkvSpec) -> dict[str, Any]:
     return {
-        **{name: getattr(p, name) for name in ("T", "N", "D", "W", "L", "freeze")},
-        "silu": p.activation == "silu",
-        "every": p.checkpoint_every,
-        **({} if p.state_dtype is None else _pool(p.rows, owned=not p.freeze)),
+        **_conv(spec),
+        **_sizes(spec, "HK HV K V"),
+        "normalize": spec.normalize_qk,
+        "double": spec.neg_eigval,
+        "makes_gates": 1,
+        "g_count": spec.HV,
+        "beta_count": spec.HV,
     }
 
 
-def _conv_state(x: Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), *x.stride(), CODES[x.dtype])
+def _norm(spec: NormSpec) -> dict[str, Any]:
+    sigmoid = spec.activation == "sigmoid"
+    return {"N": spec.vectors, "V": spec.V, "sigmoid": sigmoid, "eps": spec.eps, "trusted": 1}
 
 
-def _set_taps(block: Block, weight: Tensor, bias: Tensor | None) -> None:
-    _put4(block, WEIGHT, weight.data_ptr(), *weight.stride(), CODES[weight.dtype])
-    if bias is not None:
-        _put3(block, BIAS, *_parameter(bias))
-
-
-def _set_conv(block: Block, p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> object:
-    """What both convolutions read, and the conv state."""
-    _put4(block, X, t.x.data_ptr(), *t.x.stride())
-    _set_taps(block, t.weight, t.bias)
-    if t.state is not None:
-        _put5(block, CONV, *_conv_state(t.state))
-    return _set_rows(block, t.rows, p.rows.pad_slot), _set_checkpoints(block, t)
-
-
-def conv_block(p: ConvProblem, t: ConvTensors) -> tuple[Block, object]:
-    """The block of ``causal_conv1d``."""
-    block = _block(p, _conv_constants)
-    _put4(block, Y, t.out.data_ptr(), *t.out.stride())
-    return block, _set_conv(block, p, t)
-
-
-def _conv_qkv_constants(p: ConvQkvProblem) -> dict[str, Any]:
-    heads = {name: getattr(p, name) for name in ("HK", "HV", "K", "V")}
-    flags = {"normalize": p.normalize_qk, "double": p.neg_eigval, "gates": p.HV, "makes_gates": 1}
-    return _conv_constants(p) | heads | flags
-
-
-def conv_qkv_block(p: ConvQkvProblem, t: ConvQkvTensors) -> tuple[Block, object]:
-    """The block of ``conv_qkv``."""
-    block = _block(p, _conv_qkv_constants)
-    for name, x in zip("qkv", (t.q, t.k, t.v), strict=True):
-        _set(block, name, x)
-    if t.a is not None and t.g is not None:
-        assert t.A_log is not None
-        _put5(block, A_RAW, *_gate(t.a))
-        _set(block, "g", t.g)
-        _put3(block, A, *_parameter(t.A_log))
-        if t.dt_bias is not None:
-            _put3(block, DT, *_parameter(t.dt_bias))
-    if t.b is not None and t.beta is not None:
-        _put5(block, B_RAW, *_gate(t.b))
-        _set(block, "beta", t.beta)
-    return block, _set_conv(block, p, t)
-
-
-def _norm_constants(p: NormProblem) -> dict[str, Any]:
-    return {"N": p.rows, "V": p.V, "sigmoid": p.activation == "sigmoid", "eps": p.eps}
-
-
-def norm_block(p: NormProblem, x: Tensor, z: Tensor, weight: Tensor, out: Tensor) -> Block:
-    """The block of ``rms_norm_gated``, for tensors of four dimensions."""
-    block = _block(p, _norm_constants)
-    _set(block, "q", x)
-    _set(block, "o", out)
-    _put5(block, Z, *_gate(z))
-    _put3(block, NORM, *_parameter(weight))
-    _put2(block, HEADS, out.shape[1], out.shape[2])
-    return block
-
-
-def _step_constants(p: StepProblem) -> dict[str, Any]:
-    bytes_of_states = p.N * p.HV * p.K * p.V * p.state_dtype.itemsize
-    names = ("T", "N", "HK", "HV", "K", "V", "W", "D", "L", "scale", "eps")
+def _step(spec: StepSpec) -> dict[str, Any]:
+    heads = spec.HV // spec.HK
+    interleaved = spec.order == "interleaved"
+    a = spec.b if spec.a is None else spec.a
+    gates = 2 * heads if interleaved else heads  # per key head
     return {
-        **{name: getattr(p, name) for name in names},
-        "HQ": p.HK,
-        "state_code": CODES[p.state_dtype],
-        "kv": p.state_layout == "kv",
-        "silu": p.conv_activation == "silu",
-        "sigmoid": p.gate_activation == "sigmoid",
-        "interleaved": p.order == "interleaved",
-        "normalize": p.normalize_qk,
-        "double": p.neg_eigval,
+        **_sizes(spec, "T N HK HV K V W D L eps"),
+        **_pool(spec),
+        **_state(spec),
+        "HQ": spec.HK,
         "decay": HEAD_DECAY,
         "delta": 1,
         "raw": 1,
-        "single": p.state_layout == "vk" and REGISTERS >= 32,
-        "far": bytes_of_states > FAR_BYTES,
-        "gates": 2 * p.HV if p.order == "interleaved" else p.HV,
-        **_pool(p.rows),
+        "double": spec.neg_eigval,
+        "normalize": spec.normalize_qk,
+        "silu": spec.conv_silu,
+        "sigmoid": spec.gate_activation == "sigmoid",
+        "one_token": spec.state_layout == "vk" and REGISTERS >= 32,
+        "interleaved": interleaved,
+        "z_offset": spec.z_offset if spec.z is None else 0,
+        "z_group": 2 * spec.K + 2 * heads * spec.V if interleaved else heads * spec.V,
+        "a_offset": spec.a_offset if spec.a is None else 0,
+        "a_group": gates * a.strides[2],
+        "b_group": gates * spec.b.strides[2],
+        "g_count": 0 if spec.a is None else spec.HV,  # a inside of ba is looked at with b
+        "beta_count": spec.b.shape[2],
+        "scale": spec.q_scale,
     }
 
 
-def step_block(p: StepProblem, t: StepTensors) -> tuple[Block, object]:
-    """The block of ``step``; where the order is interleaved, z and a lie in qkvz and ba."""
-    block = _block(p, _step_constants)
-    z, a = (t.qkv, t.b) if t.z is None or t.a is None else (t.z, t.a)
-    _put4(block, X, t.qkv.data_ptr(), *t.qkv.stride())
-    _put5(block, Z, *_gate(z))
-    _put4(block, Y, t.out.data_ptr(), *t.out.stride())
-    _set(block, "g", a)
-    _set(block, "beta", t.b)
-    _put3(block, A, *_parameter(t.A_log))
-    _put3(block, DT, *_parameter(t.dt_bias))
-    _set_taps(block, t.conv_weight, t.conv_bias)
-    _put3(block, NORM, *_parameter(t.norm_weight))
-    _put5(block, CONV, *_conv_state(t.conv_state))
-    _set(block, "state", t.state)
-    return block, _set_rows(block, t.rows, p.rows.pad_slot)
+_CONSTANTS: Mapping[str, Any] = {
+    "prefill": _delta,
+    "decode": _delta,
+    "verify": _delta,
+    "commit": _commit,
+    "causal_conv1d": _conv,
+    "conv_qkv": _conv_qkv,
+    "rms_norm_gated": _norm,
+    "step": _step,
+}

@@ -11,38 +11,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sluice.backends.cpu.address import NOWHERE, span, state_rows
+from sluice.backends import Launch
+from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
 from sluice.backends.cpu.checkpoints import checkpoint, columns
 from sluice.backends.cpu.delta import BLOCK_V, MOST, block
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind as bind_kernel
+from sluice.backends.cpu.launch import with_zeros
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.memory import address_of, release
-from sluice.backends.cpu.params import PARAMS, delta_block
-from sluice.backends.cpu.prepare import (
+from sluice.backends.cpu.operands import (
     GATES,
     KEY_DECAY,
     load_gates,
     load_key_gates,
+    make_operands,
     make_work,
-    operands,
 )
-from sluice.backends.cpu.rows import load_row, round_up
-from sluice.backends.cpu.screen import checks_values, run_checked
+from sluice.backends.cpu.params import PARAMS
+from sluice.backends.cpu.scratch_rows import load_row, round_up
 from sluice.backends.cpu.state import head_at, load_tile, store_tile
+from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.tokens import (
-    heads_together,
     load_keys,
     load_values,
     prefetch_token,
-    query_groups,
+    readers_of_state,
+    share_heads,
     share_keys,
     store_outputs,
     zero_outputs,
 )
 from sluice.contract import values
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
 
@@ -50,9 +52,9 @@ view = PARAMS.view
 
 
 @jit
-def _blocks(p, w, beta, tile, m, groups, batch, token, head):
-    """Equations (1) to (3) for all blocks of a head's state."""
-    K, n, ld_v = p.K, round_up(p.K, LANES), round_up(p.V, BLOCK_V)
+def _blocks(p, w, beta, tile, m, batch, token, head):
+    """(B1) to (B3) for all blocks of a head's state."""
+    K, n, ld_v = p.K, round_up(p.K, LANES), w.ld_v
     ahead, each = token + MOST, MOST * BLOCK_V // ld_v
     for v0 in range(0, ld_v, BLOCK_V):
         s, soon = tile + v0 * K, address_of(tile + (v0 + BLOCK_V) * K)
@@ -61,23 +63,23 @@ def _blocks(p, w, beta, tile, m, groups, batch, token, head):
                 prefetch_token(p, batch, ahead, head, True)
             ahead += 1
         if m > 4:
-            KV8(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, ld_v, groups, p.delta, True)
+            KV8(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, True)
         elif m > 2:
-            KV4(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, ld_v, groups, p.delta, True)
+            KV4(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, True)
         elif m == 2:
-            KV2(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, ld_v, groups, p.delta, True)
+            KV2(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, True)
         else:
-            KV1(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, ld_v, groups, p.delta, True)
+            KV1(w, beta, s, BLOCK_V, s, BLOCK_V, soon, K, n, v0, True)
 
 
 @jit
-def _advance(p, w, tile, gate, batch, token, head, m, groups):
+def _advance(p, w, tile, gate, batch, token, head, m):
     """m tokens of one head whose rows of k and q are loaded: outputs to w.o, the state to tile."""
     if p.decay == KEY_DECAY:
         load_key_gates(p, w, batch * p.g_b + token * p.g_t + head * p.g_h, head, m)
     load_values(p, w, batch, token, head, m)
-    operands(p, w, w.alpha + gate, m, groups, True)
-    _blocks(p, w, w.beta + gate, tile, m, groups, batch, token, head)
+    make_operands(p, w, w.alpha + gate, m, True)
+    _blocks(p, w, w.beta + gate, tile, m, batch, token, head)
 
 
 @jit
@@ -91,7 +93,7 @@ def _keep_after(p, w, tile, seq, tokens, head):
 
 
 @jit
-def _keep_inside(p, w, tile, gate, seq, batch, start, t0, head, m, groups):
+def _keep_inside(p, w, tile, gate, seq, batch, start, t0, head, m):
     """The states at checkpoints inside the next m tokens, from a copy of the state."""
     size = round_up(p.V, BLOCK_V) * p.K
     begin, end = columns(p, t0, t0 + m - 1)
@@ -99,28 +101,28 @@ def _keep_inside(p, w, tile, gate, seq, batch, start, t0, head, m, groups):
     for column in range(begin, end):
         count, slot = checkpoint(p, seq, column)
         if t0 < count < t0 + m and slot > p.pad:
-            spare = w.tile + p.group * size
+            spare = w.tile + p.heads_per_task * size
             load_row(spare, address_of(tile), F32, 0, size)
-            load_keys(p, w, batch, start + t0, head, count - t0, groups)
-            _advance(p, w, spare, gate, batch, start + t0, head, count - t0, groups)
+            load_keys(p, w, batch, start + t0, head, count - t0)
+            _advance(p, w, spare, gate, batch, start + t0, head, count - t0)
             store_tile(p, w, spare, head_at(p, slot, head))
             copied = True
     if copied:
-        load_keys(p, w, batch, start + t0, head, m, groups)
+        load_keys(p, w, batch, start + t0, head, m)
 
 
 @jit
 def task(p, w, seq, first):
-    """The value heads `first` to `first + group` of one sequence."""
+    """The value heads `first` to `first + heads_per_task` of one sequence."""
     padding, read, write = state_rows(p, seq)
     batch, start, T = span(p, seq)
-    groups, shared = query_groups(p), share_keys(p)
+    shared = share_keys(p)
     size = round_up(p.V, BLOCK_V) * p.K
-    for head in range(first, first + p.group):
+    for head in range(first, first + p.heads_per_task):
         if p.cu != 0 and seq == p.N - 1:
-            zero_outputs(p, w, 0, start + T, p.T - start - T, head, groups)
+            zero_outputs(p, w, 0, start + T, p.T - start - T, head)
         if padding:
-            zero_outputs(p, w, batch, start, T, head, groups)
+            zero_outputs(p, w, batch, start, T, head)
         else:
             load_tile(p, w, w.tile + (head - first) * size, head_at(p, read, head), read == NOWHERE)
             if p.checkpoints != 0 and p.positions != 0:
@@ -130,7 +132,7 @@ def task(p, w, seq, first):
     for t0 in range(0, T, MOST):
         m = min(MOST, T - t0)
         token = start + t0
-        for head in range(first, first + p.group):
+        for head in range(first, first + p.heads_per_task):
             i = head - first
             gate = i * GATES + t0 % GATES
             tile = w.tile + i * size
@@ -139,15 +141,15 @@ def task(p, w, seq, first):
                 beta_at = batch * p.beta_b + token * p.beta_t + head * p.beta_h
                 load_gates(p, w, gate, g_at, beta_at, head, min(GATES, T - t0))
             if i == 0 or not shared:
-                load_keys(p, w, batch, token, head, m, groups)
+                load_keys(p, w, batch, token, head, m)
             if p.checkpoints != 0:
-                _keep_inside(p, w, tile, gate, seq, batch, start, t0, head, m, groups)
-            _advance(p, w, tile, gate, batch, token, head, m, groups)
-            store_outputs(p, w, batch, token, head, m, groups)
+                _keep_inside(p, w, tile, gate, seq, batch, start, t0, head, m)
+            _advance(p, w, tile, gate, batch, token, head, m)
+            store_outputs(p, w, batch, token, head, m)
             if p.checkpoints != 0:
                 _keep_after(p, w, tile, seq, t0 + m, head)
     if write != NOWHERE:
-        for head in range(first, first + p.group):
+        for head in range(first, first + p.heads_per_task):
             store_tile(p, w, w.tile + (head - first) * size, head_at(p, write, head))
 
 
@@ -155,30 +157,20 @@ def _make(version: str) -> Callable[[Any], None]:
     def prefill_kernel(block):
         _ = version
         p = view(block)
-        tiles = p.group + (1 if p.checkpoints != 0 else 0)
+        tiles = p.heads_per_task + (1 if p.checkpoints != 0 else 0)
         size = round_up(p.V, BLOCK_V) * p.K
-        w, memory = make_work(p.K, p.V, query_groups(p), p.group, tiles * size)
-        runs = p.HV // p.group
-        first = first_range(p)
-        for other in range(p.threads):
-            part = (first + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                task(p, w, i // runs, i % runs * p.group)
-                i = claim(p, part)
+        w, memory = make_work(p, readers_of_state(p), p.heads_per_task, tiles * size)
+        runs = p.HV // p.heads_per_task
+        for i in tasks_of(p):
+            task(p, w, i // runs, i % runs * p.heads_per_task)
         release(memory)
 
     return prefill_kernel
 
 
-KERNEL = Kernel("prefill", PARAMS, _make)
+KERNEL = Kernel("prefill", _make)
 
 
-@checks_values
-def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Serve ``prefill``."""
-    group = heads_together(p.N, p.HK, p.HV)
-    params, _alive = delta_block(p, t, group)
-    run_checked(KERNEL, params, p.N * p.HV // group, values.delta, p, t)
-    if p.varlen and p.N == 0:
-        t.out.zero_()
+def bind(spec: DeltaSpec) -> Launch:
+    """A launch of ``prefill``."""
+    return with_zeros(bind_kernel(KERNEL, spec, share_heads(spec), values.delta), spec, "out")

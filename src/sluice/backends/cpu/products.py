@@ -63,14 +63,14 @@ def scaled(typingctx, tile, factor):
 
 
 @intrinsic
-def remainder(typingctx, v, lam, y):
-    """v - lam * y, row by row."""
+def remainder(typingctx, v, factor, y):
+    """v - factor * y, row by row."""
 
     def codegen(context, builder, sig, args):
         rows = zip(*(rows_of(builder, t) for t in args), strict=True)
         return tile_of(builder, [_fma(builder, builder.fneg(x), b, a) for a, x, b in rows])
 
-    return v(v, lam, y), codegen
+    return v(v, factor, y), codegen
 
 
 @intrinsic
@@ -93,8 +93,8 @@ def substitute(typingctx, rhs, a, stride, beta):
 
 
 @intrinsic
-def lower_product(typingctx, acc, p, stride, d):
-    """acc[t] + sum over s <= t of P[t, s] * d[s]; P has rows of `stride`."""
+def lower_product(typingctx, acc, a, stride, d):
+    """acc[t] + sum over s <= t of A[t, s] * d[s]; A has rows of `stride`."""
 
     def codegen(context, builder, sig, args):
         acc, base, stride, d = args
@@ -106,16 +106,16 @@ def lower_product(typingctx, acc, p, stride, d):
             at = builder.add(at, stride)
         return tile_of(builder, out)
 
-    return acc(acc, p, types.int64, d), codegen
+    return acc(acc, a, types.int64, d), codegen
 
 
 @intrinsic
-def dot_rows(typingctx, s, x):
-    """Row r of s times row j of x, lane by lane, for two rows x: R x 2 vectors of partial sums.
+def dot_rows(typingctx, s, kq):
+    """Row r of s times k and times q, lane by lane: R x 2 vectors of partial sums.
 
-    A row of s and x is as many vectors as x has for one row; rows are read one after another.
+    k, q and each row of s are n vectors. kq holds k, then q.
     """
-    n = x.rows // 2
+    n = kq.rows // 2
     R = s.rows // n
 
     def codegen(context, builder, sig, args):
@@ -128,26 +128,22 @@ def dot_rows(typingctx, s, x):
                     acc[2 * r + j] = _fma(builder, *product, acc[2 * r + j])
         return tile_of(builder, acc)
 
-    return Tile(2 * R)(s, x), codegen
+    return Tile(2 * R)(s, kq), codegen
 
 
 @intrinsic
-def fold_rows(typingctx, s, lam, x, d):
-    """lam * row r of s + d[r] * the first row of x."""
-    n = x.rows // 2
+def fold_rows(typingctx, s, decay, kq, d):
+    """decay * row r of s + d[r] * k, for rows of n vectors; kq holds k, then q."""
+    n = kq.rows // 2
     R = s.rows // n
 
     def codegen(context, builder, sig, args):
-        rows, row, d = (
-            rows_of(builder, args[0]),
-            rows_of(builder, args[2]),
-            rows_of(builder, args[3]),
-        )
+        rows, k, d = (rows_of(builder, args[i]) for i in (0, 2, 3))
         out = []
         for r in range(R):
             for i in range(n):
                 decayed = builder.fmul(rows[r * n + i], args[1])
-                out.append(_fma(builder, row[i], d[r], decayed))
+                out.append(_fma(builder, k[i], d[r], decayed))
         return tile_of(builder, out)
 
-    return s(s, lam, x, d), codegen
+    return s(s, decay, kq, d), codegen

@@ -2,27 +2,19 @@
 
 What keeps the contract of ``sluice.contract.values`` in the plain way passes here. Anything else is
 only suspicious (a sum may overflow, a padded row may hold NaN): Python's checks then decide, and
-write the message. The threads start from here too, so that a call leaves Python once.
+write the message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sluice.backends.cpu.jit import jit, jit_inline
-from sluice.backends.cpu.launch import Kernel
 from sluice.backends.cpu.llvm import BF16, F16, F32, F64, LANES
-from sluice.backends.cpu.memory import call_parallel, call_worker
-from sluice.backends.cpu.params import PARAMS
-from sluice.backends.cpu.prepare import KEY_DECAY
-from sluice.backends.cpu.rows import read_index
+from sluice.backends.cpu.operands import KEY_DECAY
+from sluice.backends.cpu.scratch_rows import read_index
 from sluice.backends.cpu.simd import get, load, pointer, splat
 from sluice.backends.cpu.tiles import total
 
 MOST_ROWS = 128  # rows whose slots are compared one by one; more are left to Python
-
-view = PARAMS.view
 
 
 @jit_inline
@@ -51,19 +43,19 @@ def _finite(address, code, at, stride, count):
 
 
 @jit
-def _gates_finite(p, address, b, t, h, code, width):
+def _gates_finite(p, address, b, t, h, code, heads, width):
     """A gate of every token and head; of each `width` elements."""
-    if address == 0:
+    if address == 0 or heads == 0:
         return True
     rows = p.N if p.cu == 0 else 1
-    row = p.gates * width
+    row = heads * width
     if h == width and t == row and (rows == 1 or b == row * p.T):
         return _finite(address, code, 0, 1, rows * p.T * row)
     for i in range(rows):
         for j in range(p.T):
-            for k in range(p.gates if width > 1 else 1):
+            for k in range(heads if width > 1 else 1):
                 at = i * b + j * t + k * h
-                step, count = (1, width) if width > 1 else (h, p.gates)
+                step, count = (1, width) if width > 1 else (h, heads)
                 if not _finite(address, code, at, step, count):
                     return False
     return True
@@ -77,11 +69,11 @@ def _all_finite(p):
     if p.dt != 0 and not _finite(p.dt, p.dt_code, 0, 1 if width > 1 else p.dt_h, p.HV * width):
         return False
     if p.makes_gates:
-        return _gates_finite(p, p.a, p.a_b, p.a_t, p.a_h, p.a_code, 1) and _gates_finite(
-            p, p.b, p.b_b, p.b_t, p.b_h, p.b_code, 1
+        return _gates_finite(p, p.a, p.a_b, p.a_t, p.a_h, p.a_code, p.g_count, 1) and _gates_finite(
+            p, p.b, p.b_b, p.b_t, p.b_h, p.b_code, p.beta_count, 1
         )
-    return _gates_finite(p, p.g, p.g_b, p.g_t, p.g_h, p.g_code, width) and _gates_finite(
-        p, p.beta, p.beta_b, p.beta_t, p.beta_h, p.beta_code, 1
+    return _gates_finite(p, p.g, p.g_b, p.g_t, p.g_h, p.g_code, p.g_count, width) and _gates_finite(
+        p, p.beta, p.beta_b, p.beta_t, p.beta_h, p.beta_code, p.beta_count, 1
     )
 
 
@@ -93,11 +85,11 @@ def _bounds_fit(p):
     before = 0
     for i in range(p.N + 1):
         bound = read_index(p.cu, p.cu_wide, i)
-        if p.bounds != 0 and read_index(p.bounds, p.bounds_wide, i) != bound:
+        if p.cu_host != 0 and read_index(p.cu_host, p.cu_host_wide, i) != bound:
             return False
         if i == 0 and bound != 0 or bound < before or bound > p.T:  # noqa: RUF021
             return False
-        if p.most > 0 and bound - before > p.most:
+        if p.most_tokens > 0 and bound - before > p.most_tokens:
             return False
         before = bound
     return True
@@ -143,39 +135,7 @@ def _accepted_fit(p):
     return True
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def screen_kernel(block):
-        _ = version
-        p = view(block)
-        passed = _bounds_fit(p) and _slots_fit(p) and _accepted_fit(p) and _all_finite(p)
-        p.suspicious = 0 if passed else 1
-        if not passed:
-            return
-        if p.threads == 1:
-            call_worker(p.worker, block)
-        elif p.parallel != 0:
-            call_parallel(p.parallel, p.worker, block, p.threads)
-
-    return screen_kernel
-
-
-SCREEN = Kernel("screen", PARAMS, _make)
-
-
-def run_checked(
-    kernel: Kernel, block: bytearray, tasks: int, check: Callable[[Any, Any], None], p: Any, t: Any
-) -> None:
-    """Run a kernel if the call's values keep the contract; ``check`` says what is wrong with them.
-
-    Where there are no tasks, or states to keep at checkpoints, Python looks at once.
-    """
-    unsure = tasks <= 0 or getattr(t, "checkpoint_slots", None) is not None
-    if unsure or kernel.enter(block, tasks, SCREEN):
-        check(p, t)
-        kernel(block, tasks)
-
-
-def checks_values(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Say that a backend's function runs its kernel by ``run_checked``."""
-    function.checks_values = True  # type: ignore[attr-defined]
-    return function
+@jit
+def plain(p):
+    """Whether all values keep the contract in the plain way."""
+    return _bounds_fit(p) and _slots_fit(p) and _accepted_fit(p) and _all_finite(p)

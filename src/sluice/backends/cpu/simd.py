@@ -17,9 +17,7 @@ import operator
 
 from llvmlite import ir
 from numba import types
-from numba.core.datamodel import models
-from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from sluice.backends.cpu.llvm import (
     LANES,
@@ -34,6 +32,7 @@ from sluice.backends.cpu.llvm import (
     store_at,
     vector_type,
 )
+from sluice.backends.cpu.numba_private import AbstractTemplate, infer_global, signature
 
 
 class Vec(types.Type):

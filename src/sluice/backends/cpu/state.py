@@ -6,11 +6,11 @@ Two shapes of scratch: a *block* has the orientation of memory, BLOCK_V rows [V,
 
 from __future__ import annotations
 
-from sluice.backends.cpu.address import NOWHERE
+from sluice.backends.cpu.addressing import NOWHERE
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.llvm import F32, LANES
-from sluice.backends.cpu.rows import fill, load_row, read, round_up, store_row, write
+from sluice.backends.cpu.scratch_rows import fill, load_row, read, round_up, store_row, write
 from sluice.backends.cpu.simd import get, put
 from sluice.backends.cpu.tiles import load_rows, store_rows, transposed
 

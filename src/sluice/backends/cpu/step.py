@@ -10,35 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sluice.backends.cpu.address import NOWHERE, state_rows
-from sluice.backends.cpu.decode import is_single, run_head
-from sluice.backends.cpu.delta import BLOCK_V
-from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Kernel, claim, first_range
-from sluice.backends.cpu.llvm import F32, LANES
-from sluice.backends.cpu.memory import address_of, allocate, release
-from sluice.backends.cpu.norm import gated_norm, load_norm_weight
-from sluice.backends.cpu.params import PARAMS, step_block
-from sluice.backends.cpu.prepare import (
-    finish_tokens,
-    load_gates,
-    make_work,
-    operands,
-    padded_tokens,
-)
-from sluice.backends.cpu.rows import (
-    copy_row,
-    fill,
-    fill_tail,
-    load_row,
-    prefetch_row,
-    round_up,
-    store_row,
-)
-from sluice.backends.cpu.screen import checks_values, run_checked
-from sluice.backends.cpu.simd import get, pointer, put
-from sluice.backends.cpu.state import block_floats
-from sluice.backends.cpu.window import (
+from sluice.backends import Launch
+from sluice.backends.cpu.addressing import NOWHERE, state_rows
+from sluice.backends.cpu.conv_lines import (
     convolve,
     front_lines,
     load_lines,
@@ -47,9 +21,36 @@ from sluice.backends.cpu.window import (
     make_lines,
     store_window,
 )
+from sluice.backends.cpu.decode import is_one_token, run_head
+from sluice.backends.cpu.delta import BLOCK_V
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind as bind_kernel
+from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.memory import address_of, allocate, release
+from sluice.backends.cpu.norm import gated_norm, load_norm_weight
+from sluice.backends.cpu.operands import (
+    finish_tokens,
+    load_gates,
+    make_operands,
+    make_work,
+    padded_tokens,
+)
+from sluice.backends.cpu.params import PARAMS
+from sluice.backends.cpu.scratch_rows import (
+    copy_row,
+    fill,
+    fill_tail,
+    load_row,
+    prefetch_row,
+    round_up,
+    store_row,
+)
+from sluice.backends.cpu.simd import get, pointer, put
+from sluice.backends.cpu.state import block_floats
+from sluice.backends.cpu.threads import tasks_of
 from sluice.contract import values
-from sluice.contract.problem import StepProblem
-from sluice.contract.tensors import StepTensors
+from sluice.contract.spec import StepSpec
 
 view = PARAMS.view
 
@@ -110,11 +111,7 @@ def _use_taps(p, c, taps, key):
 def _outputs(p, w, z, weight, seq, head):
     """The gated norm of every token's output of one value head."""
     ld_v, ratio = round_up(p.V, BLOCK_V), p.HV // p.HK
-    at = seq * p.z_b + head * p.V
-    if p.interleaved:
-        group = 2 * p.K + 2 * ratio * p.V
-        inside = 2 * p.K + ratio * p.V + head % ratio * p.V
-        at = seq * p.z_b + head // ratio * group + inside
+    at = seq * p.z_b + p.z_offset + head // ratio * p.z_group + head % ratio * p.V
     for t in range(p.T):
         row = w.o + t * ld_v
         fill_tail(row, p.V)
@@ -127,11 +124,9 @@ def _outputs(p, w, z, weight, seq, head):
 def _gates_at(p, seq, head):
     """Elements of the first token's raw a and b."""
     ratio = p.HV // p.HK
-    g_at, beta_at = seq * p.g_b + head * p.g_h, seq * p.beta_b + head * p.beta_h
-    if p.interleaved:
-        inside = head // ratio * 2 * ratio + head % ratio
-        g_at = seq * p.g_b + (inside + ratio) * p.g_h
-        beta_at = seq * p.beta_b + inside * p.beta_h
+    key, inside = head // ratio, head % ratio
+    g_at = seq * p.g_b + p.a_offset + key * p.a_group + inside * p.g_h
+    beta_at = seq * p.beta_b + key * p.b_group + inside * p.beta_h
     return g_at, beta_at
 
 
@@ -153,12 +148,12 @@ def task(p, w, c, extra, taps, seq, key):
     here = address_of(c.bias)  # nothing to ask for: the lines are short
     convolve(p, c, m, c.width, here, 0, here, 0)
     for t in range(m):
-        q, k = w.x + (padded_tokens(m) + t) * n, w.x + t * n
+        q, k = w.kq + (padded_tokens(m) + t) * n, w.kq + t * n
         copy_row(q, c.y + t * c.width, n)
         copy_row(k, c.y + t * c.width + n, n)
         fill_tail(q, p.K)
         fill_tail(k, p.K)
-    finish_tokens(p, w, m, 1)
+    finish_tokens(p, w, m)
     for head in range(key * ratio, (key + 1) * ratio):
         g_at, beta_at = _gates_at(p, seq, head)
         load_gates(p, w, 0, g_at, beta_at, head, m)
@@ -168,8 +163,8 @@ def task(p, w, c, extra, taps, seq, key):
                 copy_row(w.v + t * ld_v, c.y + t * c.width + column, round_up(p.V, LANES))
             else:
                 fill(w.v + t * ld_v, ld_v, 0.0)
-        operands(p, w, w.alpha, m, 1, write != NOWHERE and not is_single(p, m, 1))
-        run_head(p, w, read, write, head, 0, m, 1)
+        make_operands(p, w, w.alpha, m, write != NOWHERE and not is_one_token(p, w, m))
+        run_head(p, w, read, write, head, 0, m)
         _outputs(p, w, extra, extra + ld_v, seq, head)
 
 
@@ -178,7 +173,7 @@ def _make(version: str) -> Callable[[Any], None]:
         _ = version
         p = view(block)
         n, ld_v, ratio = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK
-        w, memory = make_work(p.K, p.V, 1, 1, block_floats(p))
+        w, memory = make_work(p, 1, 1, block_floats(p))
         width = 2 * n + round_up(ratio * p.V, LANES) + LANES
         c, more = make_lines(width, front_lines(p), 1)
         last = allocate((2 * ld_v + p.HK * (LANES + (p.W + 1) * width)) * 4 + 64)
@@ -186,13 +181,8 @@ def _make(version: str) -> Callable[[Any], None]:
         load_norm_weight(p, extra + ld_v)
         taps = extra + 2 * ld_v
         fill(taps, p.HK * LANES, 0.0)
-        own = first_range(p)
-        for other in range(p.threads):
-            part = (own + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
-                task(p, w, c, extra, taps, i // p.HK, i % p.HK)
-                i = claim(p, part)
+        for i in tasks_of(p):
+            task(p, w, c, extra, taps, i // p.HK, i % p.HK)
         release(last)
         release(more)
         release(memory)
@@ -200,11 +190,10 @@ def _make(version: str) -> Callable[[Any], None]:
     return step_kernel
 
 
-KERNEL = Kernel("step", PARAMS, _make)
+KERNEL = Kernel("step", _make)
 
 
-@checks_values
-def step(p: StepProblem, t: StepTensors) -> None:
-    """Serve ``step``."""
-    params, _alive = step_block(p, t)
-    run_checked(KERNEL, params, p.N * p.HK if p.T > 0 else 0, values.step, p, t)
+def bind(spec: StepSpec) -> Launch:
+    """A launch of ``step``."""
+    tasks = spec.N * spec.HK if spec.T > 0 else 0
+    return bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.step)

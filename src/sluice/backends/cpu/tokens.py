@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from sluice.backends.cpu.delta import BLOCK_V, MOST
+from sluice.backends.cpu.delta import MOST
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.llvm import F32
-from sluice.backends.cpu.prepare import load_tokens, padded_tokens
-from sluice.backends.cpu.rows import fill, load_row, prefetch_row, round_up, store_row
+from sluice.backends.cpu.operands import load_tokens, padded_tokens
+from sluice.backends.cpu.scratch_rows import fill, load_row, prefetch_row, store_row
 
 
-def heads_together(N: int, HK: int, HV: int) -> int:
-    """Value heads a task takes: those of a key head, if that leaves every thread some tasks."""
-    return HV // HK if 2 * torch.get_num_threads() <= N * HK else 1
+def share_heads(p: Any) -> Callable[[int], dict[str, int]]:
+    """Value heads per task: those of a key head, if that leaves every thread some tasks."""
+
+    def share(threads: int) -> dict[str, int]:
+        heads = p.HV // p.HK if 2 * threads <= p.N * p.HK else 1
+        return {"tasks": p.N * p.HV // heads, "heads_per_task": heads}
+
+    return share
 
 
 @jit
-def query_groups(p):
-    """Query heads that read one state."""
+def readers_of_state(p):
+    """How many query heads read one state."""
     return max(p.HQ // p.HV, 1)
 
 
 @jit
 def share_keys(p):
-    """Whether value heads of one key head have the same query head too."""
+    """Whether the value heads of a key head have the same query head too."""
     return p.HK % p.HQ == 0
 
 
 @jit
-def load_keys(p, w, batch, token, head, m, groups):
+def load_keys(p, w, batch, token, head, m):
     """k and q of m tokens of a value head, and their products."""
-    head_q = head * groups if p.HQ >= p.HV else head // (p.HV // p.HQ)
+    head_q = head * w.readers if p.HQ >= p.HV else head // (p.HV // p.HQ)
     head_k = head // (p.HV // p.HK)
     k_at = batch * p.k_b + token * p.k_t + head_k * p.k_h
-    load_tokens(p, w, k_at, batch * p.q_b + token * p.q_t + head_q * p.q_h, m, groups)
+    load_tokens(p, w, k_at, batch * p.q_b + token * p.q_t + head_q * p.q_h, m)
 
 
 @jit
@@ -56,8 +62,8 @@ def prefetch_token(p, batch, token, head, keys):
 
 @jit
 def load_values(p, w, batch, token, head, m):
-    """v of m tokens, zeros for those that pad them."""
-    ld_v = round_up(p.V, BLOCK_V)
+    """v of m tokens, and zeros for those that pad them."""
+    ld_v = w.ld_v
     for t in range(padded_tokens(m)):
         if t < m:
             at = batch * p.v_b + (token + t) * p.v_t + head * p.v_h
@@ -67,21 +73,20 @@ def load_values(p, w, batch, token, head, m):
 
 
 @jit
-def store_outputs(p, w, batch, token, head, m, groups):
-    """o of m tokens, for every query head of the state."""
-    ld_v = round_up(p.V, BLOCK_V)
-    at = batch * p.o_b + token * p.o_t + head * groups * p.o_h
-    for g in range(groups):
+def store_outputs(p, w, batch, token, head, m):
+    """o of m tokens, for every reader of the state."""
+    at = batch * p.o_b + token * p.o_t + head * w.readers * p.o_h
+    for r in range(w.readers):
         for t in range(m):
-            row = w.o + (g * MOST + t) * ld_v
-            store_row(p.o, p.io, at + g * p.o_h + t * p.o_t, row, p.V)
+            row = w.o + (r * MOST + t) * w.ld_v
+            store_row(p.o, p.io, at + r * p.o_h + t * p.o_t, row, p.V)
 
 
 @jit
-def zero_outputs(p, w, batch, start, count, head, groups):
-    """Zeros as the output of `count` tokens of the query heads of one value head."""
-    fill(w.o, round_up(p.V, BLOCK_V), 0.0)
-    at = batch * p.o_b + start * p.o_t + head * groups * p.o_h
+def zero_outputs(p, w, batch, start, count, head):
+    """Zeros as the output of `count` tokens, for every reader of the state."""
+    fill(w.o, w.ld_v, 0.0)
+    at = batch * p.o_b + start * p.o_t + head * w.readers * p.o_h
     for t in range(count):
-        for g in range(groups):
-            store_row(p.o, p.io, at + t * p.o_t + g * p.o_h, w.o, p.V)
+        for r in range(w.readers):
+            store_row(p.o, p.io, at + t * p.o_t + r * p.o_h, w.o, p.V)

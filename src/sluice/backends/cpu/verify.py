@@ -1,7 +1,8 @@
 """Speculative decoding: verify keeps k, d and g of draft tokens, commit folds in the accepted.
 
-Verify is decode that writes a draft instead of the state. Commit is equation (3) of delta.py alone,
-with the same functions and factors, so it leaves the bits that decode would have left.
+Verify is decode that writes a draft instead of the state. Commit is (B3) of delta.py alone, with
+the same functions and operands, so it leaves the bits that decode would have left. It also moves
+conv windows on.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sluice.backends.cpu.address import NOWHERE, span, state_rows
-from sluice.backends.cpu.conv import ROLL, blocks_of
-from sluice.backends.cpu.decode import decode
+from sluice.backends import Launch
+from sluice.backends.cpu import decode
+from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
+from sluice.backends.cpu.conv import CHANNELS, blocks_of, roll_task
+from sluice.backends.cpu.conv_lines import front_lines, make_lines
 from sluice.backends.cpu.delta import BLOCK_V, fold_kv, fold_vk
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.launch import Kernel, claim, first_range
+from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.memory import address_of, release
-from sluice.backends.cpu.params import PARAMS, commit_block
-from sluice.backends.cpu.prepare import (
+from sluice.backends.cpu.operands import (
     HEAD_DECAY,
     KEY_DECAY,
-    head_factors,
-    key_factors,
+    head_decays,
+    key_decays,
     make_work,
+    pad_keys,
     padded_tokens,
-    zero_factors,
 )
-from sluice.backends.cpu.rows import fill, load_row, read_index, round_up
-from sluice.backends.cpu.screen import checks_values, run_checked
+from sluice.backends.cpu.params import PARAMS
+from sluice.backends.cpu.scratch_rows import fill, load_row, read_index, round_up
 from sluice.backends.cpu.simd import get, load, pointer, put, store
 from sluice.backends.cpu.state import (
     block_floats,
@@ -38,10 +41,10 @@ from sluice.backends.cpu.state import (
     pass_through,
     store_block,
 )
+from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.vmath import vexp
 from sluice.contract import values
-from sluice.contract.problem import CommitProblem, DeltaProblem
-from sluice.contract.tensors import CommitTensors, DeltaTensors
+from sluice.contract.spec import CommitSpec, DeltaSpec
 
 VK1, VK2, VK4, VK8 = (fold_vk(M, True) for M in (1, 2, 4, 8))
 KV1, KV2, KV4, KV8 = (fold_kv(M, 2, True) for M in (1, 2, 4, 8))
@@ -51,18 +54,18 @@ view = PARAMS.view
 
 @jit
 def _load_factors(p, w, token, head, m):
-    """Keys, decays, and from them w and lam."""
+    """Keys and decays, and from them k_out and decay_all."""
     K, n = p.K, round_up(p.K, LANES)
     head_k = head // (p.HV // p.HK)
     for t in range(m):
-        load_row(w.x + t * n, p.draft_k, F32, ((token + t) * p.HK + head_k) * K, K)
+        load_row(w.kq + t * n, p.draft_k, F32, ((token + t) * p.HK + head_k) * K, K)
     if p.decay == KEY_DECAY:
         for t in range(m):
-            decays = w.ak + t * n
+            decays = w.decay_k + t * n
             load_row(decays, p.draft_g, F32, ((token + t) * p.HV + head) * K, K)
             for i in range(0, n, LANES):
                 store(decays, i, vexp(load(decays, i)))
-            key_factors(w, w.x, t, n)
+            key_decays(w, w.kq, t, n)
     else:
         count = round_up(m, LANES)
         fill(w.alpha, count, 1.0)
@@ -74,8 +77,8 @@ def _load_factors(p, w, token, head, m):
                 put(w.g, t, 0.0)
             for t in range(0, count, LANES):
                 store(w.alpha, t, vexp(load(w.g, t)))
-        head_factors(w, w.x, w.alpha, m, n)
-    zero_factors(w, m, n)
+        head_decays(w, w.kq, w.alpha, m, n)
+    pad_keys(w, m, n)
 
 
 @jit
@@ -95,21 +98,21 @@ def _fold(p, w, s, to, ld, soon, m):
     n = round_up(p.K, LANES)
     if p.kv:
         if m == 1:
-            KV1(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV1(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
         elif m == 2:
-            KV2(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV2(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
         elif m <= 4:
-            KV4(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV4(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
         else:
-            KV8(w.w, n, w.lam, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV8(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
     elif m == 1:
-        VK1(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK1(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
     elif m == 2:
-        VK2(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK2(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
     elif m <= 4:
-        VK4(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK4(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
     else:
-        VK8(w.w, n, w.lam, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK8(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
 
 
 @jit
@@ -146,32 +149,26 @@ def _make(version: str) -> Callable[[Any], None]:
     def commit_kernel(block):
         _ = version
         p = view(block)
-        w, memory = make_work(p.K, p.V, 1, 1, block_floats(p))
-        first = first_range(p)
-        for other in range(p.threads):
-            part = (first + other) % p.threads
-            i = claim(p, part)
-            while i >= 0:
+        w, memory = make_work(p, 1, 1, block_floats(p))
+        c, more = make_lines(CHANNELS if p.conv != 0 else LANES, front_lines(p), 1)
+        heads, blocks = p.N * p.HV, (p.D + CHANNELS - 1) // CHANNELS
+        for i in tasks_of(p):
+            if i < heads:
                 task(p, w, i // p.HV, i % p.HV)
-                i = claim(p, part)
+            else:
+                roll_task(p, c, (i - heads) // blocks, (i - heads) % blocks * CHANNELS)
+        release(more)
         release(memory)
 
     return commit_kernel
 
 
-KERNEL = Kernel("commit", PARAMS, _make)
+KERNEL = Kernel("commit", _make)
 
 
-@checks_values
-def verify(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Serve ``verify``."""
-    decode(p, t)
-
-
-@checks_values
-def commit(p: CommitProblem, t: CommitTensors) -> None:
-    """Serve ``commit``."""
-    params, _alive = commit_block(p, t)
-    run_checked(KERNEL, params, p.N * p.HV, values.commit, p, t)
-    if t.conv_state is not None:
-        ROLL(params, p.N * blocks_of(p.D))
+def bind(spec: DeltaSpec | CommitSpec) -> Launch:
+    """A launch of ``verify`` or ``commit``."""
+    if isinstance(spec, DeltaSpec):
+        return decode.bind(spec)
+    tasks = spec.N * (spec.HV + blocks_of(spec.D))
+    return bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.commit)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sluice.backends import loader
-from sluice.contract.problem import DeltaProblem, Problem
+from sluice.backends import Launch, module_of
+from sluice.contract.spec import DeltaSpec, Meta, Spec
 
 try:
     import triton
@@ -16,9 +17,28 @@ except ImportError:
 
 DEVICES = ("cuda",)
 OPS = {"prefill": "prefill"}
-kernel = loader(__name__, OPS)
+ALIGNED = ("q", "k", "v", "out")
+"""TMA reaches addresses that are multiples of 16 bytes."""
 TESTED = ("3.6",)
 """Versions of Triton, whose Gluon is experimental, with which the kernels ran on a GPU."""
+TMA_BYTES = 16
+
+
+def bind(spec: Spec) -> Launch:
+    """A launch of the operator's kernels."""
+    launch: Launch = module_of(__name__, OPS, spec.op).launches(spec).bound()
+    return launch
+
+
+def compile(
+    specs: Sequence[Spec],
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Compile what these calls, and such of other sizes, need, on all cores; launch nothing."""
+    from sluice.backends.triton import compiler, kernel_calls
+
+    compiler.compile_all(kernel_calls(__name__, OPS, specs), share, progress)
 
 
 @functools.cache
@@ -33,11 +53,13 @@ def unavailable() -> str | None:
     return None
 
 
-def refuse(problem: Problem) -> str | None:
+def refuse(spec: Spec) -> str | None:
     """The delta rule with K = V = 128 in 16 bits, on token-major inputs; the rest is Triton's."""
-    p = problem
-    assert isinstance(p, DeltaProblem)
-    capability = torch.cuda.get_device_capability(p.device)
+    p = spec
+    assert isinstance(p, DeltaSpec)
+    from sluice.backends.triton import gpu
+
+    capability = gpu.capability(p.device)
     limits = (
         (capability == (9, 0), f"compute capability 9.0, not {capability[0]}.{capability[1]}"),
         (p.dtype in (torch.bfloat16, torch.float16), f"bfloat16 or float16, not {p.dtype}"),
@@ -46,6 +68,23 @@ def refuse(problem: Problem) -> str | None:
         (p.decay != "key", "decay per head, not per key"),
         (p.HQ <= p.HV, f"no more query heads than value heads, not {p.HQ} and {p.HV}"),
         (p.checkpoints == "none", "no checkpoints"),
-        (p.token_rows, "a token's heads next to each other in memory (layout bthd)"),
+        (p.N > 0 and p.T > 0, "at least one token"),
     )
-    return next((f"needs {text}" for ok, text in limits if not ok), None)
+    reason = next((text for ok, text in limits if not ok), None)
+    if reason is None:
+        metas = {name: getattr(p, name) for name in ALIGNED}
+        reason = next((text for n, m in metas.items() if (text := _unreachable(n, m))), None)
+    return None if reason is None else f"needs {reason}"
+
+
+def _unreachable(name: str, x: Meta) -> str | None:
+    """Why TMA cannot read [B, T, heads, width] as a matrix of tokens."""
+    (B, T, H, width), (stride_b, stride_t, stride_h, _) = x.shape, x.strides
+    if H > 1 and stride_h != width:
+        return f"a token's heads of {name} next to each other in memory (layout bthd)"
+    if B > 1 and T > 1 and stride_b != T * stride_t:
+        return f"batch rows of {name} next to each other in memory"
+    if stride_t * x.dtype.itemsize % TMA_BYTES:
+        step = stride_t * x.dtype.itemsize
+        return f"tokens of {name} a multiple of {TMA_BYTES} bytes apart, not {step} bytes"
+    return None

@@ -1,4 +1,8 @@
-"""Chunked prefill on Hopper: the plan, the workspace, and the launches."""
+"""Chunked prefill on Hopper: the plan, the workspace, and the launches.
+
+One workspace holds what the parallel half leaves for the serial one. TMA descriptors are encoded
+when a call is bound; a launch only moves them to new addresses (``cuda_driver.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,15 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel, key_heads
 from sluice.backends.hopper.prefill_state import hopper_state_kernel
-from sluice.backends.triton import launch as launching
+from sluice.backends.triton import gpu
 from sluice.backends.triton import prefill as portable
-from sluice.backends.triton.launch import dense, strides
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, Tiles
+from sluice.backends.triton.launch import Launches
+from sluice.contract.spec import DeltaSpec
 
 CHUNK, ROWS = 64, 64
 NUM_BUFFERS = 3  # chunks whose tiles and P fit into shared memory
@@ -40,7 +42,7 @@ class Plan(NamedTuple):
     BLOCK_V: int
 
 
-def plan(p: DeltaProblem, processors: int) -> Plan:
+def best_plan(p: DeltaSpec, processors: int) -> Plan:
     """The cheapest cut by a model of rounds over the SMs; shapes alone decide.
 
     BLOCK_V changes no bit. A split does, so with ``batch_invariant`` there is none.
@@ -67,138 +69,141 @@ def _serial(states: int, chunks: int, processors: int) -> float:
     return min(chunks * -(-states * (128 // v) // processors) * us for v, us in CHUNK_US.items())
 
 
-def _width(p: DeltaProblem, segments: int, processors: int) -> int:
+def _width(p: DeltaSpec, segments: int, processors: int) -> int:
     states = max(p.N, 1) * segments * p.HV
     return min(CHUNK_US, key=lambda v: -(-states * (128 // v) // processors) * CHUNK_US[v])
 
 
-def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Serve ``prefill``.
-
-    Calls without tokens are Triton's, and views whose rows TMA cannot reach (16-byte steps).
-    """
-    if 0 in (p.N, p.T) or not all(map(_reachable, (t.q, t.k, t.v, t.out))):
-        portable.prefill(p, t)
-        return
-    every = [Plan(segment, v) for v in CHUNK_US for segment in (0, SEGMENTS[0])]
-    for chosen in every if launching.every_plan() else [plan(p, portable.processors(p.device))]:
-        run(p, t, chosen)
+def all_plans() -> list[Plan]:
+    """A plan for each of the kernels that calls of any size need."""
+    return [Plan(segment, v) for v in CHUNK_US for segment in (0, SEGMENTS[0])]
 
 
-def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
-    """Both halves, by a given plan. A process's first call compiles its kernels side by side."""
-    if hopper_state_kernel.device_caches:
-        _run(p, t, plan)
-        return
-    with launching.compiling([functools.partial(_run, p, t, plan)]):
-        _run(p, t, plan)
+def launches(spec: DeltaSpec) -> Launches:
+    """The kernels of ``prefill``."""
+    return planned_launches(spec, best_plan(spec, gpu.processors(spec.device)))
 
 
-def _run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
-    with torch.cuda.device(p.device):
-        parts = _chunks(p, t)
-        if not plan.segment:
-            _states(p, t, parts, plan, None, output=True)
-            return
-        units = portable.units_of(p, plan.segment, tail=False)
-        joined = torch.empty(units, p.HV, p.K, p.V + p.K, dtype=torch.float32, device=p.device)
-        _states(p, t, parts, plan._replace(BLOCK_V=128), joined, output=False)
-        portable.join(p, t, joined, plan.segment)
-        _states(p, t, parts, plan, joined, output=True)
+def all_launches(spec: DeltaSpec) -> list[Launches]:
+    """The kernels of every plan that calls like this one have at other sizes."""
+    return [planned_launches(spec, plan) for plan in all_plans()]
+
+
+def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
+    """Both halves, by a given plan."""
+    memory, p = Binding(spec), spec
+    parts = workspace(p, memory)
+    calls = [_chunks_call(p, memory, parts)]
+    if not plan.segment:
+        calls.append(_states_call(p, memory, parts, plan, None, output=True))
+        return Launches(spec, memory, calls)
+    units = portable.units_of(p, plan.segment, tail=False)
+    joined = portable.segment_states(p, memory, units)
+    effects = plan._replace(BLOCK_V=128)
+    calls.append(_states_call(p, memory, parts, effects, joined, output=False))
+    calls.append(portable.join_call(p, memory, joined, plan.segment))
+    calls.append(_states_call(p, memory, parts, plan, joined, output=True))
+    return Launches(spec, memory, calls)
 
 
 class Parts(NamedTuple):
-    """What the parallel half leaves for the serial one: tensors over B * T tokens."""
+    """What the parallel half leaves for the serial one: workspace over B * T tokens."""
 
-    a: Tensor  # [.., HV, C]: Ag
-    b: Tensor  # [HV, ..] float32: beta
-    g2: Tensor | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
-    r_k: Tensor | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
-    hard: Tensor  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
+    a: Pointer  # [.., HV, C]: Ag
+    b: Pointer  # [HV, ..] float32: beta
+    g2: Pointer | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
+    r_k: Pointer | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
+    hard: Pointer  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
 
 
-def _chunks(p: DeltaProblem, t: DeltaTensors) -> Parts:
+def workspace(p: DeltaSpec, memory: Binding) -> Parts:
+    """Lay out what the parallel half writes."""
+    tokens = p.B * p.T
+    return Parts(
+        a=memory.scratch("ws.a", tokens, p.HV, CHUNK, dtype=p.dtype),
+        b=memory.scratch("ws.b", p.HV, tokens),
+        g2=None if p.g is None else memory.scratch("ws.g2", p.HV, tokens),
+        r_k=memory.scratch("ws.r_k", p.HK, tokens) if p.normalize_qk else None,
+        hard=memory.scratch("ws.hard", p.HK, tokens, dtype=torch.int8),
+    )
+
+
+def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
-    tokens, heads = p.B * p.T, key_heads(p.HK, p.HV)
-    assert t.beta is not None
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=p.device)
-    a = empty(tokens, p.HV, CHUNK, dtype=p.dtype)
-    b = empty(p.HV, tokens)
-    g2 = None if t.g is None else empty(p.HV, tokens)
-    r_k = empty(p.HK, tokens) if p.normalize_qk else None
-    hard = empty(p.HK, tokens, dtype=torch.int8)
-    _launch(
+    heads = key_heads(p.HK, p.HV)
+    return _call(
         hopper_chunks_kernel,
         portable.units_of(p, CHUNK, tail=True) * (p.HK // heads),
         maxnreg=CHUNK_REGISTERS,
-        k_desc=_matrix(p, t.k, p.K),
-        g_ptr=t.g,
-        A_log_ptr=dense(t.A_log),
-        dt_bias_ptr=dense(t.dt_bias),
-        beta_ptr=t.beta,
-        a_ptr=a,
-        b_ptr=b,
-        g2_ptr=g2,
-        r_k_ptr=r_k,
-        hard_ptr=hard,
-        o_ptr=t.out,
-        cu_seqlens_ptr=dense(t.rows.cu_seqlens),
-        beta_scale=2.0 if p.neg_eigval else 1.0,
+        k_desc=_tiles(p, "k", p.K),
+        g_ptr=memory["g"],
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        beta_ptr=memory["beta"],
+        a_ptr=parts.a,
+        b_ptr=parts.b,
+        g2_ptr=parts.g2,
+        r_k_ptr=parts.r_k,
+        hard_ptr=parts.hard,
+        o_ptr=memory["out"],
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        beta_scale=p.beta_scale,
         N=p.N,
         T=p.T,
-        **strides(t.g, "g", "bth"),
-        **strides(t.beta, "beta", "bth"),
-        stride_o_t=t.out.stride(1),
-        stride_gates_h=tokens,
+        **memory.strides("g", "bth"),
+        **memory.strides("beta", "bth"),
+        stride_o_t=p.out.strides[1],
+        stride_gates_h=p.B * p.T,
         HK=p.HK,
         HV=p.HV,
         K=p.K,
         V=p.V,
         RAW_BETA=p.raw_gates,
     )
-    return Parts(a, b, g2, r_k, hard)
 
 
-def _states(
-    p: DeltaProblem,
-    t: DeltaTensors,
+def _states_call(
+    p: DeltaSpec,
+    memory: Binding,
     parts: Parts,
     plan: Plan,
-    joined: Tensor | None,
+    joined: Pointer | None,
     *,
     output: bool,
-) -> None:
+) -> KernelCall:
     """The serial half: outputs and final states, or what each segment does to any state."""
-    rows, segment = t.rows, plan.segment or WHOLE
-
+    segment = plan.segment or WHOLE
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
-    _launch(
+    return _call(
         hopper_state_kernel,
         portable.units_of(p, segment, tail=False) * p.HV * blocks,
-        q_desc=_matrix(p, t.q, ROWS),
-        k_desc=_matrix(p, t.k, ROWS),
-        v_desc=_matrix(p, t.v, ROWS),
-        a_desc=_matrix(p, parts.a, CHUNK),
-        o_desc=_matrix(p, t.out, ROWS),
-        o_ptr=t.out,
+        q_desc=_tiles(p, "q", ROWS),
+        k_desc=_tiles(p, "k", ROWS),
+        v_desc=_tiles(p, "v", ROWS),
+        a_desc=Tiles(
+            parts.a.source,
+            p.dtype,
+            (p.B * p.T, p.HV * CHUNK),
+            (p.HV * CHUNK, 1),
+            (CHUNK, CHUNK),
+            _layout(CHUNK, p.dtype),
+        ),
+        o_desc=_tiles(p, "out", ROWS),
+        o_ptr=memory["out"],
         b_ptr=parts.b,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
         joined_ptr=joined,
-        state_ptr=t.state,
-        slots_ptr=dense(rows.slots),
-        write_slots_ptr=dense(rows.write_slots),
-        has_state_ptr=dense(rows.has_state),
-        cu_seqlens_ptr=dense(rows.cu_seqlens),
-        scale=p.scale,
+        **portable.pool(p, memory),
+        write_slots_ptr=memory.dense("write_slots"),
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        scale=p.q_scale,
         N=p.N,
         T=p.T,
-        pad_slot=p.rows.pad_slot,
         segment_size=segment,
-        stride_o_t=t.out.stride(1),
+        stride_o_t=p.out.strides[1],
         stride_gates_h=p.B * p.T,
-        stride_state_p=t.state.stride(0),
         HQ=p.HQ,
         HK=p.HK,
         HV=p.HV,
@@ -206,34 +211,26 @@ def _states(
         V=p.V,
         BLOCK_V=plan.BLOCK_V,
         NUM_BUFFERS=NUM_BUFFERS,
-        STATE_KV=p.state_layout == "kv",
         OUTPUT=output,
     )
 
 
-def _launch(kernel: Any, programs: int, maxnreg: int | None = None, **arguments: Any) -> None:
+def _call(kernel: Any, programs: int, maxnreg: int | None = None, **arguments: Any) -> KernelCall:
     options = {"num_warps": 4, "launch_pdl": True}
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
-    launching.run(kernel, programs, arguments, options)
+    return KernelCall(kernel, programs, options, arguments)
 
 
-def _matrix(p: DeltaProblem, x: Tensor, width: int) -> TensorDescriptor:
-    """A descriptor over [B * T, heads * width of a head] in tiles of [CHUNK, width]."""
-    return TensorDescriptor(
-        x,
-        [p.B * p.T, x.shape[-2] * x.shape[-1]],
-        [x.stride(-3), 1],
-        [CHUNK, width],
-        _tile(width, x.dtype),
-    )
+def _tiles(p: DeltaSpec, name: str, width: int) -> Tiles:
+    """A tensor [B, T, heads, width of a head] as a matrix of tokens, in tiles of a chunk."""
+    meta = getattr(p, name)
+    columns = meta.shape[2] * meta.shape[3]
+    shape, strides = (p.B * p.T, columns), (meta.strides[1], 1)
+    return Tiles(name, meta.dtype, shape, strides, (CHUNK, width), _layout(width, meta.dtype))
 
 
 @functools.cache
-def _tile(width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _layout(width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([CHUNK, width], kind)
-
-
-def _reachable(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and x.stride(1) * x.element_size() % 16 == 0

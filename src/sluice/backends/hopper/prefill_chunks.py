@@ -40,7 +40,7 @@ from sluice.backends.hopper.prefill_inverse import (
     unmixed,
 )
 from sluice.backends.hopper.prefill_tiles import barrier, unit_span
-from sluice.backends.triton.launch import GATES, INDICES
+from sluice.backends.triton.arguments import GATES, INDICES
 
 C_TOKENS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)

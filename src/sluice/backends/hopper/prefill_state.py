@@ -29,7 +29,7 @@ from sluice.backends.hopper.prefill_loader import C_TOKENS, ROWS, bring
 from sluice.backends.hopper.prefill_maker import make
 from sluice.backends.hopper.prefill_tiles import unit_span
 from sluice.backends.hopper.prefill_warps import consume
-from sluice.backends.triton.launch import INDICES
+from sluice.backends.triton.arguments import INDICES
 
 
 @gluon.jit(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sluice.backends import loader
-from sluice.contract.problem import Problem
+from sluice.backends import torch_binder
+from sluice.contract.spec import Spec
 
 DEVICES = ("cpu", "cuda")
 OPS = {
@@ -16,7 +16,7 @@ OPS = {
     "rms_norm_gated": "norm",
     "step": "step",
 }
-kernel = loader(__name__, OPS)
+bind = torch_binder(__name__, OPS)
 
 
 def unavailable() -> str | None:
@@ -24,12 +24,12 @@ def unavailable() -> str | None:
     return None
 
 
-def refuse(problem: Problem) -> str | None:
+def refuse(spec: Spec) -> str | None:
     """Everything is served, but packed lengths must be known without waiting for a device."""
-    if problem.device.type == "cpu":
+    if spec.device.type == "cpu":
         return None
-    if getattr(problem, "varlen", False) and not getattr(problem, "cu_seqlens_cpu", False):
+    if getattr(spec, "varlen", False) and not getattr(spec, "cu_seqlens_cpu", False):
         return "loops over packed sequences on the host: pass cu_seqlens_cpu"
-    if getattr(problem, "checkpoints", "none") == "positions":
+    if getattr(spec, "checkpoints", "none") == "positions":
         return "reads checkpoint positions on the host: pass Checkpoints(every=...)"
     return None

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sluice.backends.reference import rows
 from sluice.backends.reference.conv import convolved
 from sluice.backends.reference.recurrence import l2_normalize, log_decay, write_strength
-from sluice.contract.problem import ConvQkvProblem
-from sluice.contract.tensors import ConvQkvTensors
+from sluice.contract.spec import ConvQkvSpec
 
 
-def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
+def conv_qkv(p: ConvQkvSpec, t: Any) -> None:
     """Serve ``conv_qkv``."""
     dtype = rows.compute_dtype(p.dtype)
-    live = rows.live_tokens(p, t.rows, t.x.device)
+    live = rows.live_tokens(p, t)
     y = convolved(p, t)
     q, k, v = y.split([p.HK * p.K, p.HK * p.K, p.HV * p.V], dim=-1)
     q, k = q.unflatten(-1, (p.HK, p.K)), k.unflatten(-1, (p.HK, p.K))

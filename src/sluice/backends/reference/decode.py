@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sluice.backends.reference.prefill import prefill
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 
-def decode(p: DeltaProblem, t: DeltaTensors) -> None:
+def decode(p: DeltaSpec, t: Any) -> None:
     """Serve ``decode`` (1 to 8 tokens a sequence)."""
     prefill(p, t)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sluice.backends.reference import rows
 from sluice.backends.reference.pointwise import sigmoid, silu
-from sluice.contract.problem import NormProblem
-from sluice.contract.tensors import NormTensors
+from sluice.contract.spec import NormSpec
 
 
-def rms_norm_gated(p: NormProblem, t: NormTensors) -> None:
+def rms_norm_gated(p: NormSpec, t: Any) -> None:
     """Serve ``rms_norm_gated``."""
     dtype = rows.compute_dtype(p.dtype)
     t.out.copy_(gated_norm(t.x.to(dtype), t.z.to(dtype), t.weight.to(dtype), p.eps, p.activation))

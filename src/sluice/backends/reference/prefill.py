@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sluice.backends.reference import rows
 from sluice.backends.reference.recurrence import Tokens, prepare, recur
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 Run = Callable[[Tokens, Tensor, Tensor, "Callable[[int, Tensor], None] | None"], Tensor]
 
 
-def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
+def prefill(p: DeltaSpec, t: Any) -> None:
     """Serve ``prefill`` (any length)."""
     S = sequences(p, t, lambda x, S, o, after: recur(x, S, o, after)[0])
-    rows.write_rows(t.state, p.rows, t.rows, stored(p, S))
+    rows.write_rows(t.state, p, t, stored(p, S))
 
 
-def sequences(p: DeltaProblem, t: DeltaTensors, run: Run) -> Tensor:
+def sequences(p: DeltaSpec, t: Any, run: Run) -> Tensor:
     """Run every sequence, writing ``out`` and checkpoints; return the final states [N, HV, K, V].
 
     ``run(tokens, S, o, after)`` serves a batch of equally long sequences.
@@ -34,26 +34,26 @@ def sequences(p: DeltaProblem, t: DeltaTensors, run: Run) -> Tensor:
     if not p.varlen:
         o = x.v.new_empty(t.out.shape)
         S = run(x, S, o, after)
-        dead = rows.padded(p.rows, t.rows, p.N, S.device)
+        dead = rows.padded(p, t)
         t.out.copy_(torch.where(dead.view(-1, 1, 1, 1), o.new_zeros(()), o))
         return S
     t.out.zero_()  # tokens behind the last sequence, and padded rows
-    dead = rows.padded(p.rows, t.rows, p.N, S.device)
+    dead = rows.padded(p, t)
     finals = []
-    for i, (start, stop) in enumerate(rows.spans(t.rows)):
+    for i, (start, stop) in enumerate(rows.spans(t)):
         o = x.v.new_empty(1, stop - start, *t.out.shape[2:])
         finals.append(run(x.span(start, stop), S[i : i + 1], o, after and after.of(i)))
         t.out[:, start:stop] = torch.where(dead[i], o.new_zeros(()), o)
     return torch.cat(finals) if finals else S
 
 
-def initial_state(p: DeltaProblem, t: DeltaTensors) -> Tensor:
+def initial_state(p: DeltaSpec, t: Any) -> Tensor:
     """[N, HV, K, V] in the arithmetic's dtype."""
-    S = rows.read_rows(t.state, p.rows, t.rows, p.N, rows.compute_dtype(p.dtype))
+    S = rows.read_rows(t.state, p, t, rows.compute_dtype(p.dtype))
     return S.transpose(-1, -2).contiguous() if p.state_layout == "vk" else S
 
 
-def stored(p: DeltaProblem, S: Tensor) -> Tensor:
+def stored(p: DeltaSpec, S: Tensor) -> Tensor:
     """[N, HV, K, V] as the pool keeps it."""
     return S.transpose(-1, -2) if p.state_layout == "vk" else S
 
@@ -61,12 +61,12 @@ def stored(p: DeltaProblem, S: Tensor) -> Tensor:
 class Checkpointer:
     """Writes states after given numbers of tokens to given slots."""
 
-    def __init__(self, p: DeltaProblem, t: DeltaTensors, row: int | None = None) -> None:
+    def __init__(self, p: DeltaSpec, t: Any, row: int | None = None) -> None:
         self.p, self.t, self.row = p, t, row
         assert t.checkpoint_slots is not None
         self.slots, positions = t.checkpoint_slots, t.checkpoint_positions
-        self.live = self.slots > p.rows.pad_slot
-        self.live &= ~rows.padded(p.rows, t.rows, p.N, t.q.device).unsqueeze(1)
+        self.live = self.slots > p.pad_slot
+        self.live &= ~rows.padded(p, t).unsqueeze(1)
         self.columns: dict[int, list[tuple[int, Tensor]]] = {}
         if positions is None:
             for j in range(self.slots.shape[1]):

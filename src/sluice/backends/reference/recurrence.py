@@ -12,15 +12,14 @@ row's bits do not depend on the rows and heads beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sluice.backends.reference import rows
 from sluice.backends.reference.pointwise import sigmoid, softplus
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 L2_EPS = 1e-6
 
@@ -57,7 +56,7 @@ def write_strength(b: Tensor, neg_eigval: bool) -> Tensor:
     return sigmoid(b) * (2 if neg_eigval else 1)
 
 
-def prepare(p: DeltaProblem, t: DeltaTensors) -> Tokens:
+def prepare(p: DeltaSpec, t: Any) -> Tokens:
     """Cast, normalise, scale, and activate raw gates."""
     dtype = rows.compute_dtype(p.dtype)
     q, k, v = t.q.to(dtype), t.k.to(dtype), t.v.to(dtype)
@@ -69,7 +68,7 @@ def prepare(p: DeltaProblem, t: DeltaTensors) -> Tokens:
         assert g is not None
         g = log_decay(g, t.A_log, t.dt_bias)
         beta = None if beta is None else write_strength(beta, p.neg_eigval)
-    return Tokens(q * p.scale, k, v, g, beta)
+    return Tokens(q * p.q_scale, k, v, g, beta)
 
 
 def decayed(S: Tensor, g: Tensor | None) -> Tensor:

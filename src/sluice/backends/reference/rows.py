@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sluice.contract.problem import ConvProblem, StateAddressing
-from sluice.contract.tensors import Rows
+from sluice.contract.spec import ConvQkvSpec
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -16,55 +16,54 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def spans(rows: Rows) -> list[tuple[int, int]]:
+def spans(t: Any) -> list[tuple[int, int]]:
     """Start and end of each packed sequence, from the host copy where there is one."""
-    assert rows.cu_seqlens is not None
-    source = rows.cu_seqlens if rows.cu_seqlens_cpu is None else rows.cu_seqlens_cpu
+    source = t.cu_seqlens if t.cu_seqlens_cpu is None else t.cu_seqlens_cpu
     bounds = source.tolist()
     return list(itertools.pairwise(bounds))
 
 
-def padded(a: StateAddressing, rows: Rows, N: int, device: torch.device) -> Tensor:
+def padded(p: Any, t: Any) -> Tensor:
     """[N] bool: rows that are padding. Nothing of theirs is read or written; their output is 0."""
-    if rows.slots is None:
-        return torch.zeros(N, dtype=torch.bool, device=device)
-    return rows.slots <= a.pad_slot
+    if t.slots is None:
+        return torch.zeros(p.N, dtype=torch.bool, device=p.device)
+    return t.slots <= p.pad_slot
 
 
-def live_tokens(p: ConvProblem, rows: Rows, device: torch.device) -> Tensor:
-    """[B, T, 1] bool: tokens of real rows, not of padded ones nor behind the last sequence."""
-    alive = ~padded(p.rows, rows, p.N, device)
+def live_tokens(p: ConvQkvSpec, t: Any) -> Tensor:
+    """[B, T, 1] bool: tokens of real rows, not of padded ones nor after the last sequence."""
+    alive = ~padded(p, t)
     if not p.varlen:
         return alive.view(-1, 1, 1).expand(p.B, p.T, 1)
-    live = torch.zeros(1, p.T, 1, dtype=torch.bool, device=device)
-    for i, (start, stop) in enumerate(spans(rows)):
+    live = torch.zeros(1, p.T, 1, dtype=torch.bool, device=p.device)
+    for i, (start, stop) in enumerate(spans(t)):
         live[:, start:stop] = alive[i]
     return live
 
 
-def read_rows(pool: Tensor, a: StateAddressing, rows: Rows, N: int, dtype: torch.dtype) -> Tensor:
+def read_rows(pool: Tensor, p: Any, t: Any, dtype: torch.dtype) -> Tensor:
     """Each sequence's row of the pool, or zeros where it starts anew (docs/contract.md, State).
 
     Zeros are selected, not multiplied in: 0 · NaN would let a recycled row leak.
     """
-    fresh = padded(a, rows, N, pool.device)
-    if rows.has_state is not None:
-        fresh = fresh | ~rows.has_state
+    fresh = padded(p, t)
+    if t.has_state is not None:
+        fresh = fresh | ~t.has_state
     if pool.shape[0] == 0:
-        return torch.zeros(N, *pool.shape[1:], dtype=dtype, device=pool.device)
-    index = torch.arange(N, device=pool.device) if rows.slots is None else rows.slots.clamp(min=0)
+        return torch.zeros(p.N, *pool.shape[1:], dtype=dtype, device=pool.device)
+    index = torch.arange(p.N, device=pool.device) if t.slots is None else t.slots.clamp(min=0)
     values = pool.index_select(0, index).to(dtype)
     return torch.where(_per_row(fresh, values), values.new_zeros(()), values)
 
 
-def write_rows(pool: Tensor, a: StateAddressing, rows: Rows, values: Tensor) -> None:
-    """Write each sequence's row to its write slot, skipping padding."""
-    N = values.shape[0]
-    own = torch.arange(N, device=pool.device) if rows.slots is None else rows.slots
-    index = own if rows.write_slots is None else rows.write_slots
-    live = ~padded(a, rows, N, pool.device)
-    if rows.slots is not None or rows.write_slots is not None:
-        live = live & (index > a.pad_slot)
+def write_rows(pool: Tensor, p: Any, t: Any, values: Tensor, first: int = 0) -> None:
+    """Write rows ``first`` and on to their write slots, skipping padding."""
+    rows = slice(first, first + values.shape[0])
+    own = torch.arange(p.N, device=pool.device) if t.slots is None else t.slots
+    index = (own if t.write_slots is None else t.write_slots)[rows]
+    live = ~padded(p, t)[rows]
+    if p.pooled:
+        live = live & (index > p.pad_slot)
     scatter(pool, index, live, values)
 
 

@@ -6,11 +6,13 @@ Verify keeps k, d and g of the draft tokens. Commit repeats (C1) and (C3) with t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sluice.backends.reference import rows
-from sluice.backends.reference.conv import rolled, window_of
+from sluice.backends.reference.conv import rolled
 from sluice.backends.reference.prefill import sequences
 from sluice.backends.reference.recurrence import (
     Tokens,
@@ -20,11 +22,10 @@ from sluice.backends.reference.recurrence import (
     recur,
     update,
 )
-from sluice.contract.problem import CommitProblem, DeltaProblem
-from sluice.contract.tensors import CommitTensors, DeltaTensors
+from sluice.contract.spec import CommitSpec, DeltaSpec
 
 
-def verify(p: DeltaProblem, t: DeltaTensors) -> None:
+def verify(p: DeltaSpec, t: Any) -> None:
     """Serve ``verify``: outputs of the draft tokens, and the draft itself."""
     assert t.draft_k is not None
     assert t.draft_d is not None
@@ -43,28 +44,28 @@ def verify(p: DeltaProblem, t: DeltaTensors) -> None:
         t.draft_g.copy_(x.g)
 
 
-def commit(p: CommitProblem, t: CommitTensors) -> None:
+def commit(p: CommitSpec, t: Any) -> None:
     """Serve ``commit``: fold the first ``num_accepted`` tokens of each row."""
-    S = rows.read_rows(t.state, p.rows, t.rows, p.N, p.dtype)
+    S = rows.read_rows(t.state, p, t, p.dtype)
     S = S.transpose(-1, -2) if p.state_layout == "vk" else S
     window = None
     if t.conv_state is not None:
-        window = window_of(t.conv_state, p.rows, t.rows, p.N, t.conv_state.dtype)
+        window = rows.read_rows(t.conv_state, p, t, t.conv_state.dtype)
     if not p.varlen:
         S = _fold(t.draft_k, t.draft_d, t.draft_g, S, t.num_accepted)
         if window is not None and t.conv_inputs is not None:
             window = rolled(window, t.conv_inputs.mT.to(window.dtype), t.num_accepted)
     else:
-        for i, (a, b) in enumerate(rows.spans(t.rows)):
+        for i, (a, b) in enumerate(rows.spans(t)):
             one = slice(i, i + 1)
             g = None if t.draft_g is None else t.draft_g[:, a:b]
             S[one] = _fold(t.draft_k[:, a:b], t.draft_d[:, a:b], g, S[one], t.num_accepted[one])
             if window is not None and t.conv_inputs is not None:
                 x = t.conv_inputs[:, a:b].mT.to(window.dtype)
                 window[one] = rolled(window[one], x, t.num_accepted[one])
-    rows.write_rows(t.state, p.rows, t.rows, S.transpose(-1, -2) if p.state_layout == "vk" else S)
+    rows.write_rows(t.state, p, t, S.transpose(-1, -2) if p.state_layout == "vk" else S)
     if window is not None and t.conv_state is not None:
-        rows.write_rows(t.conv_state, p.rows, t.rows, window)
+        rows.write_rows(t.conv_state, p, t, window)
 
 
 def _fold(k: Tensor, d: Tensor, g: Tensor | None, S: Tensor, accepted: Tensor) -> Tensor:

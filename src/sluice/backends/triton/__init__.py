@@ -6,20 +6,20 @@ In Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on a CPU, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from sluice.backends import loader
-from sluice.contract.problem import Problem
+from sluice.backends import Launch, module_of
+from sluice.contract.spec import Spec
 
 try:
     import triton
 except ImportError:
     triton = None
 
+Progress = Callable[[str, int, int], None]
 OLDEST = (3, 5)  # tuples carried by a loop, None as a pointer
 MAX_HEAD_DIM = 256
 
@@ -33,14 +33,19 @@ DEVICES = ("cuda", "cpu") if interpreted() else ("cuda",)
 OPS = {
     "prefill": "prefill",
     "decode": "decode",
-    "verify": "verify",
+    "verify": "decode",
     "commit": "verify",
     "causal_conv1d": "conv",
     "conv_qkv": "conv_qkv",
     "rms_norm_gated": "norm",
     "step": "step",
 }
-kernel = loader(__name__, OPS)
+
+
+def bind(spec: Spec) -> Launch:
+    """A launch of the operator's kernels."""
+    launch: Launch = module_of(__name__, OPS, spec.op).launches(spec).bound()
+    return launch
 
 
 @functools.cache
@@ -56,29 +61,36 @@ def unavailable() -> str | None:
     return None
 
 
-def compiling(
-    calls: Iterable[Callable[[], Any]], share: tuple[int, int] = (0, 1)
-) -> AbstractContextManager[None]:
-    """Compile what these calls, and such of other sizes, need on all cores; launch nothing of them.
+def kernel_calls(
+    package: str, ops: dict[str, str], specs: Sequence[Spec]
+) -> Iterator[tuple[Any, torch.device]]:
+    """Every launch that these calls, and such of other sizes, may make."""
+    for spec in specs:
+        module = module_of(package, ops, spec.op)
+        every = getattr(module, "all_launches", None)
+        for launches in every(spec) if every else [module.launches(spec)]:
+            for call in launches.calls:
+                yield call, spec.device
 
-    ``share`` (i, n): every n-th kernel, from the i-th on. Within the scope a call runs by every
-    plan that it could have with another size.
-    """
-    from sluice.backends.triton import launch
 
-    return launch.warming(calls, launch.Share(*share))
+def compile(
+    specs: Sequence[Spec], share: tuple[int, int] = (0, 1), progress: Progress | None = None
+) -> None:
+    """Compile what these calls, and such of other sizes, need, on all cores; launch nothing."""
+    from sluice.backends.triton import compiler
+
+    if not interpreted():
+        compiler.compile_all(kernel_calls(__name__, OPS, specs), share, progress)
 
 
-def refuse(problem: Problem) -> str | None:
+def refuse(spec: Spec) -> str | None:
     """float64, head widths beyond 256, and on a CPU all that the interpreter cannot do."""
-    dtypes = [problem.dtype, getattr(problem, "state_dtype", None)]
-    dtypes.append(getattr(problem, "conv_dtype", None))
-    if torch.float64 in dtypes:
+    if torch.float64 in spec.dtypes:
         return "arithmetic is float32, got float64"
-    if problem.device.type == "cpu" and torch.bfloat16 in dtypes:
+    if spec.device.type == "cpu" and torch.bfloat16 in spec.dtypes:
         return "Triton's interpreter truncates float32 to bfloat16: use float16 or float32"
     for name in ("K", "V"):
-        width = getattr(problem, name, 0)
-        if width > MAX_HEAD_DIM and problem.op != "rms_norm_gated":
+        width = getattr(spec, name, 0)
+        if width > MAX_HEAD_DIM and spec.op != "rms_norm_gated":
             return f"{name} must be at most {MAX_HEAD_DIM}, got {width}"
     return None

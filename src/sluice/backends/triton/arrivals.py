@@ -1,44 +1,62 @@
-"""Counters with which the programs of one ``step`` find out who is last, one for each key head.
+"""Counters with which the programs of one ``step`` find the last of them, per row and key head.
 
-They belong to a conv state pool and are numbered by the row that is written: two calls in flight
-that wrote the same row would race on the state itself, so two streams never share a counter. The
-last program of a group sets its counter back to zero, so a counter is zero between launches.
+The r value heads of a key head read the same conv window. The last of their programs to arrive
+writes it, and sets the counter back to zero, so a counter is zero between launches.
+
+Counters belong to the storage of a conv state pool and live as long as it: whatever addresses the
+pool, a captured CUDA graph for example, may address them. There are as many as the storage has rows
+from the pool's first one on, so no view of it ever needs more, and none is ever replaced. They are
+numbered by the row that is written: two calls in flight that wrote the same row would race on the
+state itself, so two streams never share a counter.
 """
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
-_counters: dict[tuple[int, int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+Key = tuple[int, int, int]
+_counters: weakref.WeakKeyDictionary[
+    torch.UntypedStorage, dict[Key, tuple[Tensor, torch.cuda.Event | None]]
+] = weakref.WeakKeyDictionary()
 
 
 def arrivals_of(conv_state: Tensor, HK: int) -> Tensor:
-    """The counters [P, HK] of a pool, made at the first call and kept.
+    """The counters of a pool, made at the first call: one per row and key head.
 
-    A pool is known by where it lies. A later pool in the same place may have the same counters. If
-    the first call is being captured in a graph, it gets counters that belong to the graph, which
+    If the first call is being captured in a graph, it gets counters that belong to the graph, which
     sets them to zero in each replay, and nothing is kept.
     """
-    P, device = conv_state.shape[0], conv_state.device
-    key = (device.index or 0, conv_state.data_ptr(), HK)
-    found = _counters.get(key)
-    if found is None or found[0].shape[0] < P:
+    storage, device = conv_state.untyped_storage(), conv_state.device
+    known = _counters.get(storage)
+    if known is None:
+        known = _counters.setdefault(storage, {})
+    key = conv_state.storage_offset(), conv_state.stride(0), HK
+    found = known.get(key)
+    if found is None:
         if device.type != "cuda":
-            found = torch.zeros(P, HK, dtype=torch.int32), None
+            found = _zeros(conv_state, HK), None
         else:
             if torch.cuda.is_current_stream_capturing():
-                return torch.zeros(P, HK, dtype=torch.int32, device=device)
+                return _zeros(conv_state, HK)
             with torch.cuda.device(device):
-                made = torch.zeros(P, HK, dtype=torch.int32, device=device)
+                made = _zeros(conv_state, HK)
                 ready = torch.cuda.Event()
                 ready.record()
                 found = made, ready
-        _counters[key] = found
+        known[key] = found
     counters, ready = found
     if ready is not None and not torch.cuda.is_current_stream_capturing():
         if ready.query():  # zeroed: from here on any stream may use them
-            _counters[key] = counters, None
+            known[key] = counters, None
         else:
             torch.cuda.current_stream(device).wait_event(ready)
     return counters
+
+
+def _zeros(pool: Tensor, HK: int) -> Tensor:
+    elements = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
+    rows = max(pool.shape[0], -(-elements // max(pool.stride(0), 1)))
+    return torch.zeros(rows * HK, dtype=torch.int32, device=pool.device)

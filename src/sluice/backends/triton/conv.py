@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.launch import INDICES, dense, launch, strides
+from sluice.backends.triton.arguments import INDICES, Binding, kernel_call
+from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.tiles import begin
 from sluice.backends.triton.window import (
     FIRST,
@@ -27,8 +28,7 @@ from sluice.backends.triton.window import (
     load_weights,
     save_windows,
 )
-from sluice.contract.problem import ConvProblem
-from sluice.contract.tensors import ConvQkvTensors, ConvTensors
+from sluice.contract.spec import ConvQkvSpec, ConvSpec
 
 
 @triton.jit
@@ -223,65 +223,62 @@ def conv_one_kernel(
     tl.store(y_ptr + seq * stride_y_b + offs_d[None, :] * stride_y_d, y, mask=mask_d[None, :])
 
 
-def blocks(p: ConvProblem, chunk: int) -> int:
-    """How many blocks of tokens cover the call: see ``find_sequence``."""
+def blocks(p: ConvSpec | ConvQkvSpec, tokens: int) -> int:
+    """How many blocks of ``tokens`` tokens cover the call: see ``find_sequence``."""
     if p.varlen:
-        return p.T // chunk + p.N + 1
-    return p.N * max(1, configs.blocks(p.T, chunk))
+        return p.T // tokens + p.N + 1
+    return p.N * max(1, configs.blocks(p.T, tokens))
 
 
-def average(p: ConvProblem) -> int:
+def average(p: ConvSpec | ConvQkvSpec) -> int:
     """Tokens of a sequence, as far as shapes know."""
     return configs.blocks(p.T, max(p.N, 1)) if p.varlen else p.T
 
 
-def shared(p: ConvProblem, t: ConvTensors | ConvQkvTensors) -> dict[str, Any]:
+def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
     """The arguments that both convolutions have."""
-    r, saved = t.rows, t.checkpoint_slots
     return {
-        "x_ptr": t.x,
-        "weight_ptr": t.weight,
-        "bias_ptr": dense(t.bias),
-        "state_ptr": t.state,
-        "slots_ptr": dense(r.slots),
-        "write_slots_ptr": dense(r.write_slots),
-        "has_state_ptr": dense(r.has_state),
-        "cu_seqlens_ptr": dense(r.cu_seqlens),
-        "checkpoint_slots_ptr": dense(saved),
-        "checkpoint_positions_ptr": dense(t.checkpoint_positions),
+        "x_ptr": memory["x"],
+        "weight_ptr": memory["weight"],
+        "bias_ptr": memory.dense("bias"),
+        "state_ptr": memory["state"],
+        "slots_ptr": memory.dense("slots"),
+        "write_slots_ptr": memory.dense("write_slots"),
+        "has_state_ptr": memory.dense("has_state"),
+        "cu_seqlens_ptr": memory.dense("cu_seqlens"),
+        "checkpoint_slots_ptr": memory.dense("checkpoint_slots"),
+        "checkpoint_positions_ptr": memory.dense("checkpoint_positions"),
         "N": p.N,
         "T": p.T,
-        "M": 0 if saved is None else saved.shape[1],
+        "M": 0 if p.checkpoint_slots is None else p.checkpoint_slots.shape[1],
         "every": p.checkpoint_every,
-        "pad_slot": p.rows.pad_slot,
-        **strides(t.x, "x", "btd"),
-        "stride_w_d": t.weight.stride(0),
-        "stride_w_w": t.weight.stride(1),
-        **strides(t.state, "state", "pdl"),
+        "pad_slot": p.pad_slot,
+        **memory.strides("x", "btd"),
+        **memory.strides("weight", "dw", "w"),
+        **memory.strides("state", "pdl"),
         "L": p.L,
         "W": p.W,
         "BLOCK_L": max(1, configs.power_of_two(p.L)),
-        "SILU": p.activation == "silu",
-        "WRITE_STATE": t.state is not None and not p.freeze,
+        "SILU": p.silu,
+        "WRITE_STATE": p.state is not None and not p.freeze,
     }
 
 
-def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
-    """Serve ``causal_conv1d``."""
-    common = {**shared(p, t), "y_ptr": t.out, **strides(t.out, "y", "btd"), "D": p.D}
-    if p.T == 1 and not p.varlen and p.L > 0 and t.state is not None and t.checkpoint_slots is None:
+def launches(spec: ConvSpec) -> Launches:
+    """The kernel of ``causal_conv1d``: one for a token per sequence, one for all else."""
+    memory, p = Binding(spec), spec
+    common = {**shared(p, memory), "y_ptr": memory["out"], **memory.strides("out", "btd", "y")}
+    common["D"] = p.D
+    if p.T == 1 and not p.varlen and p.L > 0 and p.state is not None and p.checkpoints == "none":
         config = configs.conv(p.D, 1)
-        launch(
-            conv_one_kernel,
-            p.N * configs.blocks(p.D, config.BLOCK_D),
-            config,
-            p.device,
-            **{name: x for name, x in common.items() if name in conv_one_kernel.arg_names},
-            BLOCK_D=config.BLOCK_D,
+        given = {name: x for name, x in common.items() if name in conv_one_kernel.arg_names}
+        programs = p.N * configs.blocks(p.D, config.BLOCK_D)
+        call = kernel_call(
+            conv_one_kernel, programs, config, p.device, **given, BLOCK_D=config.BLOCK_D
         )
-        return
+        return Launches(spec, memory, [call])
     config = configs.conv(p.D, max(2, average(p)))
-    launch(
+    call = kernel_call(
         conv_kernel,
         blocks(p, config.CHUNK) * configs.blocks(p.D, config.BLOCK_D),
         config,
@@ -292,3 +289,4 @@ def causal_conv1d(p: ConvProblem, t: ConvTensors) -> None:
         BLOCK_T=config.BLOCK_T,
         BLOCK_D=config.BLOCK_D,
     )
+    return Launches(spec, memory, [call])

@@ -17,12 +17,12 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from sluice.backends.triton import configs
+from sluice.backends.triton.arguments import GATES, INDICES, Binding, kernel_call
 from sluice.backends.triton.conv import FREE, average, blocks, locate, shared
-from sluice.backends.triton.launch import GATES, INDICES, dense, launch, strides
+from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.tiles import NORM_EPS, begin, exp, sigmoid, softplus
 from sluice.backends.triton.window import load_weights, save_windows
-from sluice.contract.problem import ConvQkvProblem
-from sluice.contract.tensors import ConvQkvTensors
+from sluice.contract.spec import ConvQkvSpec
 
 
 @triton.jit
@@ -461,54 +461,55 @@ def conv_qkv_kernel(
                 )  # fmt: skip
 
 
-def steps(p: ConvQkvProblem, t: ConvQkvTensors, config: configs.Config) -> dict[str, int]:
+def steps(p: ConvQkvSpec, config: configs.Config) -> dict[str, int]:
     """The strides that ``inner_chunk`` has as constants; zeros where it does not serve.
 
-    It wants heads without gaps, and leaves checkpoints, and chunks cut for short sequences, to the
+    It wants heads without gaps, and leaves checkpoints, and blocks cut for short sequences, to the
     general path.
     """
-    x, q, k, v = t.x, t.q, t.k, t.v
+    x, q, k, v = p.x.strides, p.q.strides, p.k.strides, p.v.strides
     serves = (
         p.K == p.V == config.BLOCK_D
         and config.CHUNK > config.BLOCK_T
-        and t.checkpoint_slots is None
-        and x.stride(-1) == 1
-        and t.weight.is_contiguous()
-        and q.stride(1) == k.stride(1)
-        and q.stride(2) == k.stride(2) == p.K
-        and v.stride(2) == p.V
+        and p.checkpoints == "none"
+        and x[2] == 1
+        and p.weight.is_dense()
+        and q[1] == k[1]
+        and q[2] == k[2] == p.K
+        and v[2] == p.V
     )
-    found = (x.stride(1), q.stride(1), v.stride(1)) if serves else (0, 0, 0)
+    found = (x[1], q[1], v[1]) if serves else (0, 0, 0)
     return dict(zip(("STEP_X", "STEP_QK", "STEP_V"), found, strict=True))
 
 
-def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
-    """Serve ``conv_qkv``."""
-    config = configs.conv_qkv(p.K, p.V, average(p), t.x.element_size())
-    gates = t.g is not None or t.beta is not None
-    launch(
+def launches(spec: ConvQkvSpec) -> Launches:
+    """The kernel of ``conv_qkv``."""
+    memory, p = Binding(spec), spec
+    config = configs.conv_qkv(p.K, p.V, average(p), p.x.dtype.itemsize)
+    gates = p.g is not None or p.beta is not None
+    call = kernel_call(
         conv_qkv_kernel,
         blocks(p, config.CHUNK) * (2 * p.HK + p.HV + gates),
         config,
         p.device,
-        **shared(p, t),
-        a_ptr=t.a,
-        b_ptr=t.b,
-        A_log_ptr=dense(t.A_log),
-        dt_bias_ptr=dense(t.dt_bias),
-        q_ptr=t.q,
-        k_ptr=t.k,
-        v_ptr=t.v,
-        g_ptr=t.g,
-        beta_ptr=t.beta,
-        beta_scale=2.0 if p.neg_eigval else 1.0,
-        **strides(t.a, "a", "bth"),
-        **strides(t.b, "b", "bth"),
-        **strides(t.q, "q", "bth"),
-        **strides(t.k, "k", "bth"),
-        **strides(t.v, "v", "bth"),
-        **strides(t.g, "g", "bth"),
-        **strides(t.beta, "beta", "bth"),
+        **shared(p, memory),
+        a_ptr=memory["a"],
+        b_ptr=memory["b"],
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        q_ptr=memory["q"],
+        k_ptr=memory["k"],
+        v_ptr=memory["v"],
+        g_ptr=memory["g"],
+        beta_ptr=memory["beta"],
+        beta_scale=p.beta_scale,
+        **memory.strides("a", "bth"),
+        **memory.strides("b", "bth"),
+        **memory.strides("q", "bth"),
+        **memory.strides("k", "bth"),
+        **memory.strides("v", "bth"),
+        **memory.strides("g", "bth"),
+        **memory.strides("beta", "bth"),
         HK=p.HK,
         HV=p.HV,
         K=p.K,
@@ -518,5 +519,6 @@ def conv_qkv(p: ConvQkvProblem, t: ConvQkvTensors) -> None:
         BLOCK_D=config.BLOCK_D,
         BLOCK_H=configs.power_of_two(p.HV),
         NORMALIZE_QK=p.normalize_qk,
-        **steps(p, t, config),
+        **steps(p, config),
     )
+    return Launches(spec, memory, [call])

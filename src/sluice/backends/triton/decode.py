@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.launch import GATES, INDICES, Plan, plan_of, strides
+from sluice.backends.triton.arguments import GATES, INDICES, Binding, kernel_call
+from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.tiles import (
     NORM_EPS,
     begin,
@@ -36,8 +36,7 @@ from sluice.backends.triton.tiles import (
     tile_dot,
     widen,
 )
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 
 @triton.jit
@@ -351,48 +350,45 @@ def store_draft(
         tl.store(draft_g_ptr + token * HV + head_v, g)
 
 
-_DENSE = ("A_log_ptr", "dt_bias_ptr")
-_DENSE += ("slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr")
-
-
-def decode(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Serve ``decode``, and ``verify`` where the tensors carry a draft."""
-    if p.N == 0:
-        t.out.zero_()
-        return
-    q, k, v, g, beta, A_log, dt_bias, state, rows, _, _, out, draft_k, draft_d, draft_g = t
-    if p.decay == "key" and g is not None and g.stride(3) != 1:
-        g = g.contiguous()
-    tensors = (
-        q, k, v, g, beta, A_log, dt_bias, state, out, draft_k, draft_d, draft_g, *rows[:4]
-    )  # fmt: skip
-    plan_of(p, _plan, tensors)(*tensors)
-
-
-def _plan(p: DeltaProblem, tensors: tuple[Tensor | None, ...]) -> Plan:
-    q, k, v, g, beta, _, _, state, out = tensors[:9]
-    tokens = p.T if not p.varlen else 2
+def launches(spec: DeltaSpec) -> Launches:
+    """The kernel of ``decode``, and of ``verify``, which keeps a draft instead of the state."""
+    memory, p = Binding(spec), spec
+    g = memory.dense("g") if p.decay == "key" and p.g.strides[3] != 1 else memory["g"]
+    tokens = 2 if p.varlen else p.T
     config = configs.decode(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV, tokens)
-    assert state is not None
-    return Plan(
+    call = kernel_call(
         decode_kernel,
         p.N * p.HV * configs.blocks(p.V, config.BLOCK_V),
         config,
         p.device,
-        tensors,
-        _DENSE,
-        scale=p.scale,
-        beta_scale=2.0 if p.neg_eigval else 1.0,
+        q_ptr=memory["q"],
+        k_ptr=memory["k"],
+        v_ptr=memory["v"],
+        g_ptr=g,
+        beta_ptr=memory["beta"],
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        state_ptr=memory["state"],
+        o_ptr=memory["out"],
+        draft_k_ptr=memory["draft_k"],
+        draft_d_ptr=memory["draft_d"],
+        draft_g_ptr=memory["draft_g"],
+        slots_ptr=memory.dense("slots"),
+        write_slots_ptr=memory.dense("write_slots"),
+        has_state_ptr=memory.dense("has_state"),
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        scale=p.q_scale,
+        beta_scale=p.beta_scale,
         N=p.N,
         T=p.T,
-        pad_slot=p.rows.pad_slot,
-        **strides(q, "q", "bth"),
-        **strides(k, "k", "bth"),
-        **strides(v, "v", "bth"),
-        **strides(g, "g", "bth"),
-        **strides(beta, "beta", "bth"),
-        **strides(out, "o", "bth"),
-        stride_state_p=state.stride(0),
+        pad_slot=p.pad_slot,
+        **memory.strides("q", "bth"),
+        **memory.strides("k", "bth"),
+        **memory.strides("v", "bth"),
+        **memory.strides("g", "bth"),
+        **memory.strides("beta", "bth"),
+        **memory.strides("out", "bth", "o"),
+        stride_state_p=p.state.strides[0],
         HQ=p.HQ,
         HK=p.HK,
         HV=p.HV,
@@ -407,3 +403,5 @@ def _plan(p: DeltaProblem, tensors: tuple[Tensor | None, ...]) -> Plan:
         DECAY_PER_KEY=p.decay == "key",
         STATE_KV=p.state_layout == "kv",
     )
+    # without sequences no program runs, and the tokens after the last one still are zeros
+    return Launches(spec, memory, [call], zeros="out" if p.N == 0 else None)

@@ -1,266 +1,249 @@
-"""Launching: the device, the strides, and the options every kernel shares.
+"""A bound call: its kernels, ready to be launched once addresses are known.
 
-``launch`` says everything anew in every call. A :class:`Plan` says it once for a problem that comes
-again and again, as in decode: then only addresses are filled in.
+:class:`Launches` is what ``bind`` returns. On an NVIDIA GPU its first call compiles and loads the
+kernels (``bind`` asks for it at once), and every call hands addresses to the CUDA driver. In
+Triton's interpreter, on other GPUs, and while a Triton setting is on that changes launches, Triton
+launches the kernels itself.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
-from sluice.backends.triton.configs import Config
-from sluice.contract.problem import Problem
+from sluice import torch_private
+from sluice.backends import cuda_driver
+from sluice.backends.triton import compiler, triton_private
+from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, Tiles
+from sluice.contract.spec import Spec
 
-INDICES = ["slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
-INDICES += ["checkpoint_slots_ptr", "checkpoint_positions_ptr"]
-"""Pointers that are often slices of a scheduler's tensors and begin anywhere: no kernel is compiled
-for whether they are multiples of 16 (``do_not_specialize_on_alignment``)."""
-GATES = ["g_ptr", "beta_ptr", "A_log_ptr", "dt_bias_ptr"]
-"""The same of gates per head, a few numbers a token."""
-
-_compile_only: ContextVar[Share | None] = ContextVar("sluice_compile_only", default=None)
-_every_plan: ContextVar[bool] = ContextVar("sluice_every_plan", default=False)
+_FORMATS = {"fp32": "=f", "i32": "=i", "i64": "=q"}
 _HERE: AbstractContextManager[None] = nullcontext()
+COUNTERS = "counters"
 
 
-def launch(
-    kernel: Any, programs: int, config: Config, device: torch.device, **arguments: Any
-) -> None:
-    """Run ``programs`` programs (a grid of one dimension: x alone may pass 65,535) on ``device``.
-
-    A grid of none launches nothing.
-    """
-    if programs == 0:
-        return
-    with _on(device):
-        run(kernel, programs, arguments, _options(config, device))
-
-
-def _options(config: Config, device: torch.device) -> dict[str, Any]:
-    """What of a configuration is an option of the compiler or of the launch."""
-    options = {
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": config.fp_fusion,
-    }
-    if config.maxnreg is not None and torch.version.hip is None:
-        options["maxnreg"] = config.maxnreg
-    if device.type == "cuda" and torch.version.hip is None:
-        options["launch_pdl"] = _overlaps(device)
-    return options
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """A scope in which ``device`` is the current one."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return _HERE
-
-
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    """Whether the GPU can launch a kernel while the one before it ends (see ``tiles.begin``)."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def run(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
-    """The launch itself, apart so that tests can take its arguments and compile for any GPU.
-
-    Returns what Triton does: the compiled kernel, or None where it is interpreted.
-    """
-    if (share := _compile_only.get()) is not None:
-        mine = share.has(kernel, arguments)
-        return kernel.warmup(**arguments, **options, grid=(programs,)) if mine else None
-    return kernel[(programs,)](**arguments, **options)
-
-
-class Plan:
-    """A problem's launch, worked out once; a call of it brings the tensors alone.
-
-    A plan belongs to one problem object, and the very same problem has the same shapes, strides,
-    dtypes, device and options (library.py), so everything but the addresses is the plan's. The
-    first call goes through Triton, which binds the arguments, compiles, and returns the compiled
-    kernel; later ones hand addresses to that kernel. Of addresses a kernel knows one thing, that
-    they are multiples of 16 where its signature says so: a call with others goes through Triton
-    again, and so does every call while a Triton setting that changes kernels is on.
-
-    Args:
-        kernel: its first parameters are the pointers.
-        programs: the grid. config, device: as for :func:`launch`.
-        tensors: the pointers of the first call, in the kernel's order; None where not given.
-        read_dense: names of pointers whose tensors are read with stride 1, and copied if need be.
-        arguments: all other parameters, by name.
-    """
+class Launches:
+    """The kernels of one call, in order, and the memory they share."""
 
     def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        config: Config,
-        device: torch.device,
-        tensors: Sequence[Tensor | None],
-        read_dense: Sequence[str] = (),
-        **arguments: Any,
+        self, spec: Spec, binding: Binding, calls: Sequence[KernelCall], zeros: str | None = None
     ) -> None:
-        names = kernel.arg_names
-        self.kernel, self.programs, self.device = kernel, programs, device
-        self.names, self.arguments = names[: len(tensors)], arguments
-        self.values = tuple(arguments[name] for name in names[len(tensors) :])
-        self.options = _options(config, device)
-        self.copied = {
-            i
-            for i, (name, x) in enumerate(zip(self.names, tensors, strict=True))
-            if name in read_dense and x is not None and not x.is_contiguous()
-        }
-        params = getattr(kernel, "params", ())[: len(tensors)]  # none where it is interpreted
-        self.aligned = tuple(
-            i
-            for i, param in enumerate(params)
-            if tensors[i] is not None and not param.do_not_specialize_on_alignment
+        self.spec, self.device = spec, spec.device
+        self._zeros = None if zeros is None else spec.TENSORS.index(zeros)
+        self.calls = [call for call in calls if call.programs > 0]
+        self._copies = [(spec.TENSORS.index(n), meta) for n, meta in binding.copies.items()]
+        self._workspace, self._workspace_bytes = binding.workspace, binding.workspace_bytes
+        self._offsets = [offset for offset, _, _ in binding.workspace.values()]
+        self._counters = binding.counters
+        names = [*spec.TENSORS, *([COUNTERS] if self._counters else []), *binding.workspace]
+        self._place = {name: i for i, name in enumerate(names)}
+        self._shifted: list[tuple[int, int]] = []
+        self._checked = self._alignments()
+        self._special = bool(self._copies) or zeros is not None
+        self._index = self.device.index or 0
+        self._ready: dict[frozenset[str], list[Any]] = {}
+        self._usual: list[Any] | None = None
+
+    def _alignments(self) -> list[int]:
+        """Places of the tensors whose alignment some kernel is specialised on."""
+        found = set()
+        for call in self.calls:
+            for parameter in call.kernel.params if hasattr(call.kernel, "params") else ():
+                value = call.arguments[parameter.name]
+                if isinstance(value, Pointer) and not parameter.do_not_specialize_on_alignment:
+                    found.add(value.source)
+        return sorted(self._place[name] for name in found if name in self.spec.TENSORS)
+
+    def bound(self) -> Launches:
+        """The same, compiled and loaded where the CUDA driver launches it."""
+        own = any(triton_private.launches_itself(call.kernel) for call in self.calls)
+        if self._by_driver() and not own:
+            with self._on_device():
+                self._usual = self._prepare(frozenset())
+        return self
+
+    def _by_driver(self) -> bool:
+        return self.device.type == "cuda" and torch.version.hip is None
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """A scope in which the call's device is the current one."""
+        if self.device.type == "cuda" and self.device.index not in (
+            None,
+            torch.cuda.current_device(),
+        ):
+            return torch.cuda.device(self.device)
+        return _HERE
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch the kernels on these tensors, in the order of the spec."""
+        if self._special:
+            tensors = self._specially(tensors)
+        if not self.calls:
+            return
+        counters = None if self._counters is None else self._counters(tensors)
+        workspace = None
+        if self._workspace_bytes:
+            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self.device)
+        if self._usual is None or triton_private.changed():
+            with self._on_device():
+                self._through_triton(tensors, counters, workspace)
+        elif torch.cuda.current_device() == self._index:
+            self._through_driver(tensors, counters, workspace)
+        else:
+            with torch.cuda.device(self._index):
+                self._through_driver(tensors, counters, workspace)
+
+    def _specially(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The tensors as kernels read them: without gaps where they must have none."""
+        tensors = list(tensors)
+        for i, meta in self._copies:
+            x = tensors[i]
+            assert x is not None
+            tensors[i] = x.as_strided(meta.shape, meta.strides).contiguous()
+        if self._zeros is not None:
+            out = tensors[self._zeros]
+            assert out is not None
+            out.zero_()
+        return tensors
+
+    def _through_driver(
+        self, tensors: Sequence[Tensor | None], counters: Tensor | None, workspace: Tensor | None
+    ) -> None:
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        bits = 0
+        for i in self._checked:
+            bits |= addresses[i]
+        launches = self._usual
+        if bits & 15:
+            names = self.spec.TENSORS
+            misplaced = frozenset(names[i] for i in self._checked if addresses[i] % 16)
+            launches = self._ready.get(misplaced) or self._prepare(misplaced)
+        if counters is not None:
+            addresses.append(counters.data_ptr())
+        if workspace is not None:
+            base = workspace.data_ptr()
+            addresses += [base + offset for offset in self._offsets]
+        if self._shifted:
+            addresses += [addresses[i] + offset for i, offset in self._shifted]
+        stream = torch_private.current_stream(self._index)
+        assert launches is not None
+        for launch, pointers, matrices in launches:
+            launch(pointers(addresses), matrices(addresses), stream)
+
+    def _prepare(self, misplaced: frozenset[str]) -> list[Any]:
+        """Compile, load, and lay out the parameters of every kernel."""
+        variants = [compiler.variant(call, misplaced) for call in self.calls]
+        kernels = compiler.compiled(variants, self.device)
+        self._ready[misplaced] = [
+            self._prepared(call, needed, kernel)
+            for call, needed, kernel in zip(self.calls, variants, kernels, strict=True)
+        ]
+        return self._ready[misplaced]
+
+    def _prepared(self, call: KernelCall, needed: compiler.Variant, kernel: Any) -> Any:
+        metadata, pointers, matrices = kernel.metadata, [], []
+        parameters: list[Any] = []
+        boxes = iter(getattr(metadata, "tensordesc_meta", None) or ())
+        for parameter in needed[1]:
+            value = call.arguments[parameter.name]
+            if parameter.kind == compiler.CONSTANT:
+                continue
+            if isinstance(value, Pointer):
+                parameters.append("pointer")
+                pointers.append(self._where(value))
+            elif isinstance(value, Tiles):
+                matrices.append(self._place[value.source])
+                parameters += _descriptor(value, next(boxes))
+            else:
+                parameters.append(struct.pack(_FORMATS[parameter.kind], value))
+        parameters += [bytes(8)] * 2  # Triton's scratch memory, which no kernel here asks for
+        assert not metadata.global_scratch_size, call.kernel.__name__
+        function = _loaded(kernel, metadata, self.device)
+        launch = cuda_driver.KernelLaunch(
+            function,
+            metadata.name,
+            call.programs,
+            32 * metadata.num_warps,
+            metadata.shared,
+            bool(call.options.get("launch_pdl")),
+            parameters,
         )
-        self.compiled: Callable[..., None] | None = None
+        return launch, _picker(pointers), _picker(matrices)
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch; ``tensors`` as those the plan was made from, somewhere else."""
-        if self.programs == 0:
-            return
-        if self.copied:
-            tensors = tuple(dense(x) if i in self.copied else x for i, x in enumerate(tensors))
-        with _on(self.device):
-            self._launch(tensors)
+    def _where(self, pointer: Pointer) -> int:
+        place = self._place[pointer.source]
+        if not pointer.offset:
+            return place
+        if (place, pointer.offset) not in self._shifted:
+            self._shifted.append((place, pointer.offset))
+        return len(self._place) + self._shifted.index((place, pointer.offset))
 
-    def _launch(self, tensors: Sequence[Tensor | None]) -> None:
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        usual = not (_compile_only.get() is not None or _unusual(self.kernel))
-        for i in self.aligned:
-            usual = usual and not addresses[i] % 16
-        if usual and self.compiled is not None:
-            self.compiled(*addresses, *self.values)
-            return
-        arguments = dict(zip(self.names, tensors, strict=True)) | self.arguments
-        compiled = run(self.kernel, self.programs, arguments, self.options)
-        # other GPUs' kernels know more of a tensor than its address
-        if usual and isinstance(compiled, CompiledKernel) and _is_cuda(compiled):
-            self.compiled = compiled[(self.programs, 1, 1)]
+    def _through_triton(
+        self, tensors: Sequence[Tensor | None], counters: Tensor | None, workspace: Tensor | None
+    ) -> None:
+        memory: dict[str, Any] = dict(zip(self.spec.TENSORS, tensors, strict=True))
+        memory[COUNTERS] = counters
+        for name, (offset, shape, dtype) in self._workspace.items():
+            assert workspace is not None
+            size = torch.Size(shape).numel() * dtype.itemsize
+            memory[name] = workspace[offset : offset + size].view(dtype)
+        for call in self.calls:
+            given = {n: _argument(memory, x) for n, x in call.arguments.items()}
+            call.kernel[(call.programs,)](**given, **call.options)
 
 
-def _unusual(kernel: Any) -> bool:
-    """Whether something is on that Triton asks for at a launch, before it chooses the kernel."""
-    runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
-    return bool(
-        runtime.debug
-        or compilation.instrumentation_mode
-        or getattr(runtime, "add_stages_inspection_hook", None)
-        or getattr(kernel, "pre_run_hooks", None)
-    )
+def _picker(places: list[int]) -> Any:
+    """A function that takes these places of a list, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if not places:
+        return lambda addresses: ()
+    place = places[0]
+    return lambda addresses: (addresses[place],)
 
 
-def _is_cuda(compiled: CompiledKernel) -> bool:
-    return compiled.metadata.target.backend == "cuda"
+def _argument(memory: dict[str, Any], value: Any) -> Any:
+    """An argument as Triton's own launcher takes it."""
+    if isinstance(value, Tiles):
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        base = memory[value.source]
+        shape, strides, block = list(value.shape), list(value.strides), list(value.block)
+        return TensorDescriptor(base, shape, strides, block, value.layout)
+    if not isinstance(value, Pointer):
+        return value
+    x = memory[value.source]
+    if not value.offset:
+        return x
+    return x.as_strided((1,), (1,), x.storage_offset() + value.offset // x.element_size())
 
 
-_plans: dict[int, tuple[Problem, Plan]] = {}
-_MOST_PLANS = 1024
+def _descriptor(tiles: Tiles, box: dict[str, Any]) -> list[Any]:
+    """The parameters that a descriptor becomes: itself, its shape, its strides."""
+    (rows, columns), (stride, _) = tiles.shape, tiles.strides
+    swizzle = tiles.layout.swizzle_byte_width
+    size = tuple(box["block_size"])
+    matrix = cuda_driver.Matrix(tiles.dtype, rows, columns, stride, size, swizzle)
+    return [
+        matrix,
+        *(struct.pack("=i", n) for n in tiles.shape),
+        *(struct.pack("=q", n) for n in tiles.strides),
+    ]
 
 
-def plan_of(p: Problem, make: Callable[..., Plan], *arguments: Any) -> Plan:
-    """The plan of this very problem, made by ``make(p, *arguments)`` when it comes first."""
-    known = _plans.get(id(p))
-    if known is None or known[0] is not p:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        known = _plans[id(p)] = (p, make(p, *arguments))
-    return known[1]
+_functions: dict[tuple[Any, int], int] = {}
 
 
-def forget() -> None:
-    """Plan every launch anew: for tests and sweeps, which change the tables of configs.py."""
-    _plans.clear()
-
-
-class Share:
-    """Which kernels one of several processes compiles: every ``of``-th, from ``number`` on."""
-
-    def __init__(self, number: int = 0, of: int = 1) -> None:
-        self.number, self.of = number, of
-        self.known: dict[Any, int] = {}
-
-    def has(self, kernel: Any, arguments: dict[str, Any]) -> bool:
-        """Whether this process compiles it; counted in the order in which kernels come."""
-        if self.of == 1:
-            return True
-        constants = {p.name for p in kernel.params if p.is_constexpr}
-        told = (f"{n}={x}" for n, x in arguments.items() if x is None or n in constants)
-        at = self.known.setdefault((kernel, *told), len(self.known))
-        return at % self.of == self.number
-
-
-@contextmanager
-def compiling(calls: Iterable[Callable[[], Any]], share: Share | None = None) -> Iterator[None]:
-    """Make these calls without launching anything; their kernels compile on all cores meanwhile.
-
-    What is called within the scope waits for its own kernels alone, and it is there that one which
-    does not compile raises. With a Triton that cannot compile aside, kernels are compiled there,
-    one after the other; in a scope within another, of Triton's own or this, by that one. With a
-    ``share`` the others' kernels are left to them.
-    """
-    aside = getattr(triton, "AsyncCompileMode", None)
-    active = getattr(aside and importlib.import_module(aside.__module__), "active_mode", None)
-    if aside is None or active is None or active.get() is not None:
-        yield
-        return
-    try:
-        with ThreadPoolExecutor() as pool, aside(pool, ignore_errors=True):
-            token = _compile_only.set(share or Share())
-            try:
-                for call in calls:
-                    call()
-            finally:
-                _compile_only.reset(token)
-            yield
-    finally:
-        active.set(None)  # Triton 3.6 does not where its scope ends in an exception of its own
-
-
-@contextmanager
-def warming(calls: Iterable[Callable[[], Any]], share: Share | None = None) -> Iterator[None]:
-    """``compiling``, for calls that stand for others of any size: see ``every_plan``."""
-    token = _every_plan.set(True)
-    try:
-        with compiling(calls, share):
-            yield
-    finally:
-        _every_plan.reset(token)
-
-
-def every_plan() -> bool:
-    """Whether a call is to run by each of the plans that calls of other sizes have."""
-    return _every_plan.get()
-
-
-def strides(x: Tensor | None, name: str, dims: str) -> dict[str, int]:
-    """``stride_<name>_<d>`` for the leading dimensions of x.
-
-    0 along a batch of one: the step over a long packed row would not fit into 32 bits, and with one
-    that does not Triton compiles another kernel.
-    """
-    steps = (0,) * len(dims) if x is None else x.stride()
-    if x is not None and dims[0] == "b" and x.shape[0] == 1:
-        steps = (0, *steps[1:])
-    return {f"stride_{name}_{d}": step for d, step in zip(dims, steps, strict=False)}
-
-
-def dense(x: Tensor | None) -> Tensor | None:
-    """Index tensors and small parameters are read with stride 1; nearly always they have it."""
-    return x if x is None or x.is_contiguous() else x.contiguous()
+def _loaded(kernel: Any, metadata: Any, device: torch.device) -> int:
+    """The kernel's handle on a device, loaded when it is first needed there."""
+    key = kernel.hash, device.index or 0
+    if key not in _functions:
+        code = kernel.asm["cubin"]
+        _functions[key] = cuda_driver.load(code, metadata.name, metadata.shared, device)
+    return _functions[key]

@@ -9,17 +9,18 @@ their own, so views of a packed projection need no copy.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import math
+import operator
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.launch import launch, strides
+from sluice.backends.triton.arguments import Binding, Pointer, kernel_call
+from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.tiles import begin, sigmoid, silu
-from sluice.contract.problem import NormProblem
-from sluice.contract.tensors import NormTensors
+from sluice.contract.spec import NormSpec
 
 
 @triton.jit
@@ -79,10 +80,9 @@ def rms_norm_gated_kernel(
     tl.store(y_ptr + y_at[:, None] + offs_v[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def leading(*tensors: Tensor) -> list[Tensor]:
-    """The same tensors with leading dimensions merged where all of them allow it."""
-    sizes = list(tensors[0].shape[:-1])
-    steps = [list(x.stride()[:-1]) for x in tensors]
+def merged(sizes: list[int], steps: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Leading dimensions, and each tensor's strides, merged where all tensors allow it."""
+    sizes, steps = list(sizes), [list(s) for s in steps]
     i = 0
     while i + 1 < len(sizes):
         if (
@@ -95,43 +95,47 @@ def leading(*tensors: Tensor) -> list[Tensor]:
             sizes[i : i + 2] = [sizes[i] * sizes[i + 1]]
         else:
             i += 1
-    V = tensors[0].shape[-1]
-    pad = max(0, 3 - len(sizes))
-    return [
-        x.as_strided([1] * pad + sizes + [V], [0] * pad + s + [1])
-        for x, s in zip(tensors, steps, strict=True)
-    ]
+    missing = max(0, 3 - len(sizes))
+    return [1] * missing + sizes, [[0] * missing + s for s in steps]
 
 
-def rms_norm_gated(p: NormProblem, t: NormTensors) -> None:
-    """Serve ``rms_norm_gated``."""
-    if p.rows == 0 or p.V == 0:
-        return
-    x, z, y = leading(t.x, t.z, t.out)
-    if x.dim() > 4:  # more than three leading dimensions that do not merge
-        for x_i, z_i, y_i in zip(x, z, y, strict=True):
-            part = replace(p, rows=p.rows // x.shape[0])
-            rms_norm_gated(part, NormTensors(x_i, z_i, t.weight, y_i))
-        return
-    config = configs.norm(p.V)
-    launch(
-        rms_norm_gated_kernel,
-        configs.blocks(p.rows, config.BLOCK_T),
-        config,
-        p.device,
-        x_ptr=x,
-        z_ptr=z,
-        weight_ptr=t.weight,
-        y_ptr=y,
-        eps=p.eps,
-        rows=p.rows,
-        D1=x.shape[1],
-        D2=x.shape[2],
-        **strides(x, "x", "012"),
-        **strides(z, "z", "012"),
-        **strides(y, "y", "012"),
-        V=p.V,
-        BLOCK_R=config.BLOCK_T,
-        BLOCK_V=configs.power_of_two(p.V),
-        SIGMOID=p.activation == "sigmoid",
-    )
+def launches(spec: NormSpec) -> Launches:
+    """The kernel of ``rms_norm_gated``, once for each index of dimensions beyond three."""
+    memory, p = Binding(spec), spec
+    names = ("x", "z", "out")
+    metas = [getattr(p, name) for name in names]
+    sizes, steps = merged(list(p.x.shape[:-1]), [list(m.strides[:-1]) for m in metas])
+    outer, inner = sizes[:-3], sizes[-3:]
+    config, calls = configs.norm(p.V), []
+    vectors = math.prod(inner)
+    for index in itertools.product(*map(range, outer)):
+        pointers = [
+            Pointer(name, m.dtype, m.dtype.itemsize * sum(map(operator.mul, index, s)))
+            for name, m, s in zip(names, metas, steps, strict=True)
+        ]
+        strides = {
+            f"stride_{name}_{d}": step
+            for name, s in zip(("x", "z", "y"), steps, strict=True)
+            for d, step in zip("012", s[-3:], strict=True)
+        }
+        call = kernel_call(
+            rms_norm_gated_kernel,
+            configs.blocks(vectors, config.BLOCK_T) if p.V > 0 else 0,
+            config,
+            p.device,
+            x_ptr=pointers[0],
+            z_ptr=pointers[1],
+            weight_ptr=memory["weight"],
+            y_ptr=pointers[2],
+            eps=float(p.eps),
+            rows=vectors,
+            D1=inner[1],
+            D2=inner[2],
+            **strides,
+            V=p.V,
+            BLOCK_R=config.BLOCK_T,
+            BLOCK_V=configs.power_of_two(p.V),
+            SIGMOID=p.activation == "sigmoid",
+        )
+        calls.append(call)
+    return Launches(spec, memory, calls)

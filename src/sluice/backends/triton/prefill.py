@@ -7,16 +7,14 @@ head.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from sluice.backends.triton import configs
-from sluice.backends.triton import launch as launching
+from sluice.backends.triton import configs, gpu
+from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, kernel_call
 from sluice.backends.triton.configs import Config
-from sluice.backends.triton.launch import dense, launch, strides
+from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.prefill_chunks import (
     prefill_inverse_kernel,
     prefill_products_kernel,
@@ -27,8 +25,7 @@ from sluice.backends.triton.prefill_state import (
     prefill_segments_kernel,
     prefill_state_kernel,
 )
-from sluice.contract.problem import DeltaProblem
-from sluice.contract.tensors import DeltaTensors
+from sluice.contract.spec import DeltaSpec
 
 CHUNK = 64
 WHOLE = 1 << 30  # tokens: a segment that no sequence outgrows
@@ -60,7 +57,7 @@ class Plan(NamedTuple):
     stages: int
 
 
-def plan(p: DeltaProblem, processors: int) -> Plan:
+def best_plan(p: DeltaSpec, processors: int) -> Plan:
     """The cheapest cut by a model of rounds over the SMs; shapes alone decide.
 
     With ``batch_invariant`` nothing is split and the width is fixed, so that a row's bits follow
@@ -69,7 +66,7 @@ def plan(p: DeltaProblem, processors: int) -> Plan:
     if p.dtype == torch.float32:
         return Plan(0, 16, 4, 1)
     if p.K > 128:
-        columns = 64 if _has_wgmma(p.device) and p.V > 32 else 16
+        columns = 64 if gpu.has_wgmma(p.device) and p.V > 32 else 16
         return Plan(0, columns, 8 if columns > 16 else 4, min(_stages(p), 2))
     narrow, wide = _widths(p)
     if p.batch_invariant:
@@ -87,21 +84,21 @@ def plan(p: DeltaProblem, processors: int) -> Plan:
     return (narrow, wide)[i]._replace(segment=segment)
 
 
-def every_plan(p: DeltaProblem) -> list[Plan]:
+def all_plans(p: DeltaSpec) -> list[Plan]:
     """A plan for each of the kernels that a problem like this needs, whatever its size."""
     if p.dtype == torch.float32 or p.K > 128:
-        return [plan(p, 1)]
+        return [best_plan(p, 1)]
     widths = dict.fromkeys(_widths(p))
     return [width._replace(segment=s) for width in widths for s in (0, SEGMENTS[0])]
 
 
-def _widths(p: DeltaProblem) -> tuple[Plan, Plan]:
+def _widths(p: DeltaSpec) -> tuple[Plan, Plan]:
     """As little as is quick, and as much as a program can hold.
 
     Hopper's tensor cores want 64 rows, and two groups of four warps share what is done with them;
     others are better served with half of that.
     """
-    rows = 64 if _has_wgmma(p.device) else 32
+    rows = 64 if gpu.has_wgmma(p.device) else 32
     columns = max(16, configs.power_of_two(p.V))
     narrow = Plan(0, min(rows, columns), 8 if min(rows, columns) == 64 else 4, _stages(p))
     if columns <= rows or torch.version.hip is not None:
@@ -110,7 +107,7 @@ def _widths(p: DeltaProblem) -> tuple[Plan, Plan]:
 
 
 def _cost(
-    p: DeltaProblem, plan: Plan, us: tuple[float, float], longest: int, processors: int
+    p: DeltaSpec, plan: Plan, us: tuple[float, float], longest: int, processors: int
 ) -> float:
     """Microseconds of the serial half."""
     whole, effect = us
@@ -124,83 +121,58 @@ def _cost(
     return cost + (segments - 1) * JOIN_US + 2 * LAUNCH_US
 
 
-def _stages(p: DeltaProblem) -> int:
+def _stages(p: DeltaSpec) -> int:
     """STAGES; fewer with some 100 kB of shared memory instead of 160 or more, or more queries."""
-    fewer = (_shared_memory(p.device) < 160 << 10) + p.HO // p.HV - 1
+    fewer = (gpu.shared_memory(p.device) < 160 << 10) + p.HO // p.HV - 1
     return max(1, STAGES - fewer)
 
 
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have; any number for the interpreter."""
-    if device.type != "cuda":
-        return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+def launches(spec: DeltaSpec) -> Launches:
+    """The kernels of ``prefill``."""
+    if spec.decay == "key":
+        return per_key_launches(spec)
+    return planned_launches(spec, best_plan(spec, gpu.processors(spec.device)))
 
 
-@functools.cache
-def _has_wgmma(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+def all_launches(spec: DeltaSpec) -> list[Launches]:
+    """The kernels of every plan that calls like this one have at other sizes."""
+    if spec.decay == "key":
+        return [per_key_launches(spec)]
+    return [planned_launches(spec, plan) for plan in all_plans(spec)]
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; one for the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def prefill(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Serve ``prefill``."""
-    if p.decay == "key":
-        run_per_key(p, t)
-        return
-    for chosen in every_plan(p) if launching.every_plan() else [plan(p, processors(p.device))]:
-        run(p, t, chosen)
-
-
-def run_per_key(p: DeltaProblem, t: DeltaTensors) -> None:
+def per_key_launches(spec: DeltaSpec) -> Launches:
     """Decay per key: one kernel, no workspace, no split."""
-    rows, kept = t.rows, t.checkpoint_slots
+    memory, p = Binding(spec), spec
     block = min(32 if p.K <= 128 else 16, max(16, configs.power_of_two(p.V)))
-    launch(
+    call = kernel_call(
         prefill_key_kernel,
         units_of(p, WHOLE, tail=True) * p.HV * configs.blocks(p.V, block),
         Config(num_warps=4),
         p.device,
-        q_ptr=t.q,
-        k_ptr=t.k,
-        v_ptr=t.v,
-        g_ptr=t.g,
-        beta_ptr=t.beta,
-        A_log_ptr=dense(t.A_log),
-        dt_bias_ptr=dense(t.dt_bias),
-        state_ptr=t.state,
-        o_ptr=t.out,
-        slots_ptr=dense(rows.slots),
-        write_slots_ptr=dense(rows.write_slots),
-        has_state_ptr=dense(rows.has_state),
-        cu_seqlens_ptr=dense(rows.cu_seqlens),
-        checkpoint_slots_ptr=dense(kept),
-        checkpoint_positions_ptr=dense(t.checkpoint_positions),
-        scale=p.scale,
-        beta_scale=2.0 if p.neg_eigval else 1.0,
+        q_ptr=memory["q"],
+        k_ptr=memory["k"],
+        v_ptr=memory["v"],
+        g_ptr=memory["g"],
+        beta_ptr=memory["beta"],
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        o_ptr=memory["out"],
+        **pool(p, memory),
+        write_slots_ptr=memory.dense("write_slots"),
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        **checkpoints(p, memory),
+        scale=p.q_scale,
+        beta_scale=p.beta_scale,
         N=p.N,
         T=p.T,
-        M=0 if kept is None else kept.shape[1],
-        every=p.checkpoint_every,
-        pad_slot=p.rows.pad_slot,
         segment_size=WHOLE,
-        **strides(t.q, "q", "bth"),
-        **strides(t.k, "k", "bth"),
-        **strides(t.v, "v", "bth"),
-        **strides(t.g, "g", "bth"),
-        **strides(t.beta, "beta", "bth"),
-        **strides(t.out, "o", "bth"),
-        stride_state_p=t.state.stride(0),
+        **memory.strides("q", "bth"),
+        **memory.strides("k", "bth"),
+        **memory.strides("v", "bth"),
+        **memory.strides("g", "bth"),
+        **memory.strides("beta", "bth"),
+        **memory.strides("out", "bth", "o"),
         HQ=p.HQ,
         HK=p.HK,
         HV=p.HV,
@@ -209,222 +181,254 @@ def run_per_key(p: DeltaProblem, t: DeltaTensors) -> None:
         BLOCK_K=max(16, configs.power_of_two(p.K)),
         BLOCK_V=block,
         NORM=p.normalize_qk,
-        STATE_KV=p.state_layout == "kv",
     )
+    return Launches(spec, memory, [call])
+
+
+def pool(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
+    """The arguments of kernels that read states."""
+    return {
+        "state_ptr": memory["state"],
+        "slots_ptr": memory.dense("slots"),
+        "has_state_ptr": memory.dense("has_state"),
+        "pad_slot": p.pad_slot,
+        "stride_state_p": p.state.strides[0],
+        "STATE_KV": p.state_layout == "kv",
+    }
+
+
+def checkpoints(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
+    """The arguments of kernels that write checkpoints."""
+    return {
+        "checkpoint_slots_ptr": memory.dense("checkpoint_slots"),
+        "checkpoint_positions_ptr": memory.dense("checkpoint_positions"),
+        "M": 0 if p.checkpoint_slots is None else p.checkpoint_slots.shape[1],
+        "every": p.checkpoint_every,
+    }
 
 
 class Parts(NamedTuple):
-    """What the parallel half leaves for the serial one: tensors over B * T tokens."""
+    """What the parallel half leaves for the serial one: workspace over B * T tokens."""
 
-    a: Tensor | None  # [.., HV, C]: Ag; None without beta
-    b: Tensor | None  # [HV, ..] float32: beta; None without
-    hard: Tensor | None  # [HV, chunks] int32; None without beta, and with float32 inputs
-    p: Tensor  # [.., HO, C]: scale P, over lift; float16, or float32 as the inputs
-    lift: Tensor | None  # [HO, ..] float32, by chunk: powers of two; None with float32 inputs
-    forget: Tensor | None  # [HV, ..] float32; None without g and norm
-    keep: Tensor | None  # [HV, ..] float32
-    read: Tensor | None  # [HO, ..] float32; None without norm
-    g2: Tensor | None  # [HV, ..] float32; None without g
-    r_k: Tensor | None  # [.., HK] float32; None without norm
+    a: Pointer | None  # [.., HV, C]: Ag; None without beta
+    b: Pointer | None  # [HV, ..] float32: beta; None without
+    hard: Pointer | None  # [HV, chunks] int32; None without beta, and with float32 inputs
+    p: Pointer  # [.., HO, C]: scale P, over lift; float16, or float32 as the inputs
+    lift: Pointer | None  # [HO, ..] float32, by chunk: powers of two; None with float32 inputs
+    forget: Pointer | None  # [HV, ..] float32; None without g and norm
+    keep: Pointer | None  # [HV, ..] float32
+    read: Pointer | None  # [HO, ..] float32; None without norm
+    g2: Pointer | None  # [HV, ..] float32; None without g
+    r_k: Pointer | None  # [.., HK] float32; None without norm
 
 
-def chunk_parts(p: DeltaProblem, t: DeltaTensors) -> Parts:
-    """The parallel half: run prefill_chunks.py's kernels over all chunks."""
+def workspace(p: DeltaSpec, memory: Binding) -> Parts:
+    """Lay out what the parallel half writes."""
     tokens, exact = p.B * p.T, p.dtype == torch.float32
+    gates = p.g is not None
+    factors = gates or p.normalize_qk
+
+    def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+        return memory.scratch(name, *shape, dtype=dtype) if wanted else None
+
+    return Parts(
+        a=part(p.delta, "ws.a", tokens, p.HV, CHUNK, dtype=p.dtype),
+        b=part(p.delta, "ws.b", p.HV, tokens),
+        hard=part(p.delta and not exact, "ws.hard", p.HV, tokens // CHUNK + p.N, dtype=torch.int32),
+        p=part(True, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16),
+        lift=part(not exact, "ws.lift", p.HO, tokens),
+        forget=part(factors, "ws.forget", p.HV, tokens),
+        keep=part(factors, "ws.keep", p.HV, tokens),
+        read=part(p.normalize_qk, "ws.read", p.HO, tokens),
+        g2=part(gates, "ws.g2", p.HV, tokens),
+        r_k=part(p.normalize_qk, "ws.r_k", tokens, p.HK),
+    )
+
+
+def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]:
+    """The parallel half: prefill_chunks.py's kernels over all chunks."""
+    exact = p.dtype == torch.float32
     BLOCK_K = max(16, configs.power_of_two(p.K))
-    empty = functools.partial(torch.empty, device=p.device)
-    a = empty(tokens, p.HV, CHUNK, dtype=p.dtype) if p.delta else None
-    products = empty(tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16)
-    vector = functools.partial(empty, dtype=torch.float32)
-    b = vector(p.HV, tokens) if p.delta else None
-    hard = None
-    if p.delta and not exact:
-        hard = empty(p.HV, tokens // CHUNK + p.N, dtype=torch.int32)
-    lift = None if exact else vector(p.HO, tokens)
-    g2 = None if t.g is None else vector(p.HV, tokens)
-    factors = t.g is not None or p.normalize_qk
-    forget, keep = (vector(p.HV, tokens) if factors else None for _ in range(2))
-    read = vector(p.HO, tokens) if p.normalize_qk else None
-    r_k = vector(tokens, p.HK) if p.normalize_qk else None
-    dims = {"HK": p.HK, "HV": p.HV, "K": p.K, "V": p.V, "BLOCK_K": BLOCK_K}
-    sizes = {"cu_seqlens_ptr": dense(t.rows.cu_seqlens), "N": p.N, "T": p.T, "tokens": tokens}
+    sizes = {
+        "cu_seqlens_ptr": memory.dense("cu_seqlens"),
+        "N": p.N,
+        "T": p.T,
+        "tokens": p.B * p.T,
+    }
     precision, usual = EXACT if exact else "tf32", not exact and p.K <= 128
     units = units_of(p, CHUNK, tail=True)
-    launch(
+    products = kernel_call(
         prefill_products_kernel,
         units * p.HK,
         PRODUCTS if usual else PRODUCTS._replace(maxnreg=None),
         p.device,
-        q_ptr=t.q,
-        k_ptr=t.k,
-        g_ptr=t.g,
-        A_log_ptr=dense(t.A_log),
-        dt_bias_ptr=dense(t.dt_bias),
-        p_ptr=products,
-        lift_ptr=lift,
-        forget_ptr=forget,
-        keep_ptr=keep,
-        read_ptr=read,
-        g2_ptr=g2,
-        r_k_ptr=r_k,
-        o_ptr=t.out,
-        scale=p.scale,
+        q_ptr=memory["q"],
+        k_ptr=memory["k"],
+        g_ptr=memory["g"],
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        p_ptr=parts.p,
+        lift_ptr=parts.lift,
+        forget_ptr=parts.forget,
+        keep_ptr=parts.keep,
+        read_ptr=parts.read,
+        g2_ptr=parts.g2,
+        r_k_ptr=parts.r_k,
+        o_ptr=memory["out"],
+        scale=p.q_scale,
         **sizes,
-        **strides(t.q, "q", "bth"),
-        **strides(t.k, "k", "bth"),
-        **strides(t.g, "g", "bth"),
-        stride_o_t=t.out.stride(1),
-        stride_o_h=t.out.stride(2),
+        **memory.strides("q", "bth"),
+        **memory.strides("k", "bth"),
+        **memory.strides("g", "bth"),
+        stride_o_t=p.out.strides[1],
+        stride_o_h=p.out.strides[2],
         HQ=p.HQ,
-        **dims,
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BLOCK_K=BLOCK_K,
         PRECISION=precision,
     )
-    if a is not None:
-        launch(
-            prefill_inverse_kernel,
-            units * p.HV,
-            INVERSE,
-            p.device,
-            k_ptr=t.k,
-            beta_ptr=t.beta,
-            g2_ptr=g2,
-            r_k_ptr=r_k,
-            a_ptr=a,
-            b_ptr=b,
-            hard_ptr=hard,
-            beta_scale=2.0 if p.neg_eigval else 1.0,
-            **sizes,
-            **strides(t.k, "k", "bth"),
-            **strides(t.beta, "beta", "bth"),
-            HK=p.HK,
-            HV=p.HV,
-            K=p.K,
-            BLOCK_K=BLOCK_K,
-            PRECISION=precision,
-            RAW_BETA=p.raw_gates,
-        )
-    return Parts(a, b, hard, products, lift, forget, keep, read, g2, r_k)
+    if parts.a is None:
+        return [products]
+    inverse = kernel_call(
+        prefill_inverse_kernel,
+        units * p.HV,
+        INVERSE,
+        p.device,
+        k_ptr=memory["k"],
+        beta_ptr=memory["beta"],
+        g2_ptr=parts.g2,
+        r_k_ptr=parts.r_k,
+        a_ptr=parts.a,
+        b_ptr=parts.b,
+        hard_ptr=parts.hard,
+        beta_scale=p.beta_scale,
+        **sizes,
+        **memory.strides("k", "bth"),
+        **memory.strides("beta", "bth"),
+        HK=p.HK,
+        HV=p.HV,
+        K=p.K,
+        BLOCK_K=BLOCK_K,
+        PRECISION=precision,
+        RAW_BETA=p.raw_gates,
+    )
+    return [products, inverse]
 
 
-def run(p: DeltaProblem, t: DeltaTensors, plan: Plan) -> None:
-    """Serve ``prefill`` by a given plan."""
-    parts = chunk_parts(p, t)
-    BLOCK_K = max(16, configs.power_of_two(p.K))
-    rows = t.rows
-    exact = p.dtype == torch.float32
-    precision = EXACT if exact else "tf32"
+def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
+    """The kernels of ``prefill`` by a given plan."""
+    memory, p = Binding(spec), spec
+    parts = workspace(p, memory)
+    calls = chunk_calls(p, memory, parts)
     segment = plan.segment or WHOLE
     units = units_of(p, segment, tail=False)
     config = Config(num_warps=plan.num_warps, num_stages=plan.stages, fp_fusion=True)
     common = {
-        "k_ptr": t.k,
-        "v_ptr": t.v,
+        "k_ptr": memory["k"],
+        "v_ptr": memory["v"],
         "a_ptr": parts.a,
         "b_ptr": parts.b,
         "hard_ptr": parts.hard,
         "forget_ptr": parts.forget,
         "keep_ptr": parts.keep,
         "g2_ptr": parts.g2,
-        "cu_seqlens_ptr": dense(rows.cu_seqlens),
+        "cu_seqlens_ptr": memory.dense("cu_seqlens"),
         "N": p.N,
         "T": p.T,
         "tokens": p.B * p.T,
-        **strides(t.k, "k", "bth"),
-        **strides(t.v, "v", "bth"),
+        **memory.strides("k", "bth"),
+        **memory.strides("v", "bth"),
         "HK": p.HK,
         "HV": p.HV,
         "K": p.K,
         "V": p.V,
-        "BLOCK_K": BLOCK_K,
+        "BLOCK_K": max(16, configs.power_of_two(p.K)),
         "segment_size": segment,
         "STAGES": plan.stages,
-        "PRECISION": precision,
-    }
-    pool = {
-        "state_ptr": t.state,
-        "slots_ptr": dense(rows.slots),
-        "has_state_ptr": dense(rows.has_state),
-        "pad_slot": p.rows.pad_slot,
-        "stride_state_p": t.state.stride(0),
-        "STATE_KV": p.state_layout == "kv",
+        "PRECISION": EXACT if p.dtype == torch.float32 else "tf32",
+        "BLOCK_V": plan.BLOCK_V,
     }
     blocks = configs.blocks(p.V, plan.BLOCK_V)
-    kinds = (False,) if parts.hard is None else (False, True)  # of programs: see prefill_walk.py
+    # Each serial kernel is launched twice: HARD=False skips programs with a hard chunk, HARD=True
+    # runs the rest.
+    kinds = (False,) if parts.hard is None else (False, True)
     joined = None
     if plan.segment and plan.segment < p.T:
-        joined = torch.empty(units, p.HV, p.K, p.V + p.K, dtype=torch.float32, device=p.device)
-        for hard in kinds:
-            launch(
+        joined = segment_states(p, memory, units)
+        effects = units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V))
+        calls += [
+            kernel_call(
                 prefill_segments_kernel,
-                units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V)),
+                effects,
                 config,
                 p.device,
                 **common,
                 joined_ptr=joined,
-                BLOCK_V=plan.BLOCK_V,
                 HARD=hard,
             )
-        join(p, t, joined, segment)
-    kept = t.checkpoint_slots
-    for hard in kinds:
-        launch(
+            for hard in kinds
+        ]
+        calls.append(join_call(p, memory, joined, segment))
+    calls += [
+        kernel_call(
             prefill_state_kernel,
             units * p.HV * blocks,
             config,
             p.device,
             **common,
-            q_ptr=t.q,
+            q_ptr=memory["q"],
             p_ptr=parts.p,
             lift_ptr=parts.lift,
             read_ptr=parts.read,
             r_k_ptr=parts.r_k,
             joined_ptr=joined,
-            o_ptr=t.out,
-            **pool,
-            write_slots_ptr=dense(rows.write_slots),
-            checkpoint_slots_ptr=dense(kept),
-            checkpoint_positions_ptr=dense(t.checkpoint_positions),
-            scale=p.scale,
-            M=0 if kept is None else kept.shape[1],
-            every=p.checkpoint_every,
-            **strides(t.q, "q", "bth"),
-            **strides(t.out, "o", "bth"),
+            o_ptr=memory["out"],
+            **pool(p, memory),
+            write_slots_ptr=memory.dense("write_slots"),
+            **checkpoints(p, memory),
+            scale=p.q_scale,
+            **memory.strides("q", "bth"),
+            **memory.strides("out", "bth", "o"),
             HQ=p.HQ,
-            BLOCK_V=plan.BLOCK_V,
             HARD=hard,
         )
+        for hard in kinds
+    ]
+    return Launches(spec, memory, calls)
 
 
-def join(p: DeltaProblem, t: DeltaTensors, joined: Tensor, segment: int) -> None:
+def segment_states(p: DeltaSpec, memory: Binding, units: int) -> Pointer:
+    """Workspace for what each segment does to any state, then for the states they start from."""
+    return memory.scratch("ws.joined", units, p.HV, p.K, p.V + p.K)
+
+
+def join_call(p: DeltaSpec, memory: Binding, joined: Pointer, segment: int) -> KernelCall:
     """From what each segment does to any state, the states that segments start from."""
-    rows = t.rows
-    launch(
+    return kernel_call(
         prefill_join_kernel,
         p.N * p.HV * configs.blocks(p.V, JOIN_BLOCK_V),
         Config(num_warps=8),
         p.device,
         joined_ptr=joined,
-        state_ptr=t.state,
-        slots_ptr=dense(rows.slots),
-        has_state_ptr=dense(rows.has_state),
-        cu_seqlens_ptr=dense(rows.cu_seqlens),
+        **pool(p, memory),
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
         N=p.N,
         T=p.T,
-        pad_slot=p.rows.pad_slot,
         segment_size=segment,
-        stride_state_p=t.state.stride(0),
         HV=p.HV,
         K=p.K,
         V=p.V,
         BLOCK_K=max(16, configs.power_of_two(p.K)),
         BLOCK_V=JOIN_BLOCK_V,
-        STAGES=STAGES if _shared_memory(p.device) >= 160 << 10 else 1,
+        STAGES=STAGES if gpu.shared_memory(p.device) >= 160 << 10 else 1,
         PRECISION=EXACT,
-        STATE_KV=p.state_layout == "kv",
     )
 
 
-def units_of(p: DeltaProblem, size: int, *, tail: bool) -> int:
+def units_of(p: DeltaSpec, size: int, *, tail: bool) -> int:
     """Work units of ``size`` tokens, as ``find_sequence`` counts them; at least one a sequence."""
     if not p.varlen:
         return p.N * max(configs.blocks(p.T, size), 1)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.launch import GATES, INDICES
+from sluice.backends.triton.arguments import GATES, INDICES
 from sluice.backends.triton.tiles import NORM_EPS, begin, softplus
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.launch import INDICES
+from sluice.backends.triton.arguments import INDICES
 from sluice.backends.triton.prefill_chunks import LOG2_E, inverse_lengths, unit_span, zero_tail
 from sluice.backends.triton.prefill_state import state_offsets
 from sluice.backends.triton.tiles import begin, is_cuda, softplus

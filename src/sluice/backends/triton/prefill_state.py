@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.launch import INDICES
+from sluice.backends.triton.arguments import INDICES
 from sluice.backends.triton.prefill_chunks import unit_span
 from sluice.backends.triton.prefill_walk import any_hard, load_marks, run_of, walk, walk_through
 from sluice.backends.triton.tiles import begin

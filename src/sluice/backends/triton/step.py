@@ -14,13 +14,16 @@ programs count themselves in ``arrivals`` once they have read, and the last one 
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sluice.backends.triton import configs
+from sluice.backends.triton.arguments import GATES, INDICES, Binding, Pointer, kernel_call
 from sluice.backends.triton.arrivals import arrivals_of
-from sluice.backends.triton.launch import GATES, INDICES, Plan, plan_of, strides
+from sluice.backends.triton.launch import COUNTERS, Launches
 from sluice.backends.triton.step_parts import (
     conv_taps,
     half_of,
@@ -35,8 +38,7 @@ from sluice.backends.triton.step_parts import (
 )
 from sluice.backends.triton.tiles import begin, exp, sigmoid, silu, softplus
 from sluice.backends.triton.window import roll_window
-from sluice.contract.problem import StepProblem
-from sluice.contract.tensors import StepTensors
+from sluice.contract.spec import StepSpec
 
 _FREE = ["T", "pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
 _FREE += [f"stride_{name}_{dim}" for name in "xzbay" for dim in "nt"]
@@ -313,80 +315,77 @@ def step_kernel(
             )  # fmt: skip
 
 
-def parts(p: StepProblem, t: StepTensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, z, b and a in either order.
+def _places(p: StepSpec, memory: Binding) -> dict[str, Any]:
+    """Where heads lie in the projections, in either order, as pairs or as one tensor each.
 
     Split: [Q | K | V], z, b and a. Interleaved (Qwen3-Next): per key head [q | k | r v | r z] and
     [r b | r a].
     """
-    if p.order == "split":
-        assert t.z is not None
-        assert t.a is not None
-        return t.qkv, t.z, t.b, t.a
-    r = p.HV // p.HK
-    return t.qkv, t.qkv[..., 2 * p.K + r * p.V :], t.b, t.b[..., r:]
+    r, split = p.HV // p.HK, p.order == "split"
+    z, a = memory["z"], memory["a"]
+    z_name, a_name = ("qkv" if z is None else "z"), ("b" if a is None else "a")
+    if z is None:
+        z = Pointer("qkv", p.qkv.dtype, p.z_offset * p.qkv.dtype.itemsize)
+    if a is None:
+        a = Pointer("b", p.b.dtype, p.a_offset * p.b.dtype.itemsize)
+    stride_b, stride_a = p.b.strides[2], memory.metas[a_name].strides[2]
+    group = 2 * p.K + 2 * r * p.V
+    return {
+        "x_ptr": memory["qkv"],
+        "z_ptr": z,
+        "b_ptr": memory["b"],
+        "a_ptr": a,
+        "k_offset": p.HK * p.K if split else p.K,
+        "v_offset": 2 * p.HK * p.K if split else 2 * p.K,
+        **memory.strides("qkv", "nt", "x"),
+        **memory.strides(z_name, "nt", "z"),
+        **memory.strides("b", "nt"),
+        **memory.strides(a_name, "nt", "a"),
+        "stride_q_g": p.K if split else group,
+        "stride_v_g": r * p.V if split else group,
+        "stride_z_g": r * p.V if split else group,
+        "stride_b_g": r * stride_b if split else 2 * r * stride_b,
+        "stride_a_g": r * stride_a if split else 2 * r * stride_a,
+        "stride_b_h": stride_b,
+        "stride_a_h": stride_a,
+    }
 
 
-def _steps(p: StepProblem, x: Tensor, z: Tensor, b: Tensor, a: Tensor) -> dict[str, int]:
-    """Where heads lie in the :func:`parts`."""
-    r = p.HV // p.HK
-    if p.order == "split":
-        found = {"k_offset": p.HK * p.K, "v_offset": 2 * p.HK * p.K}
-        groups = {"q": p.K, "v": r * p.V, "z": r * p.V, "b": r * b.stride(2), "a": r * a.stride(2)}
-    else:
-        found = {"k_offset": p.K, "v_offset": 2 * p.K}
-        groups = dict.fromkeys("qvz", 2 * p.K + 2 * r * p.V)
-        groups |= {"b": 2 * r * b.stride(2), "a": 2 * r * b.stride(2)}
-    for tensor, name in ((x, "x"), (z, "z"), (b, "b"), (a, "a")):
-        found |= strides(tensor, name, "nt")
-    found |= {f"stride_{name}_g": step for name, step in groups.items()}
-    return {**found, "stride_b_h": b.stride(2), "stride_a_h": a.stride(2)}
-
-
-def step(p: StepProblem, t: StepTensors) -> None:
-    """Serve ``step``."""
-    rows = t.rows
-    tensors = (
-        *parts(p, t),
-        t.conv_weight,
-        t.conv_bias,
-        t.A_log,
-        t.dt_bias,
-        t.norm_weight,
-        t.conv_state,
-        t.state,
-        t.out,
-        arrivals_of(t.conv_state, p.HK) if p.HV > p.HK else None,
-        rows.slots,
-        rows.write_slots,
-        rows.has_state,
-    )
-    plan_of(p, _plan, t, tensors)(*tensors)
-
-
-_DENSE = ("conv_bias_ptr", "A_log_ptr", "dt_bias_ptr", "norm_weight_ptr")
-_DENSE += ("slots_ptr", "write_slots_ptr", "has_state_ptr")
-
-
-def _plan(p: StepProblem, t: StepTensors, tensors: tuple[Tensor | None, ...]) -> Plan:
+def launches(spec: StepSpec) -> Launches:
+    """The kernel of ``step``."""
+    memory, p = Binding(spec), spec
     config = configs.step(p.state_dtype, p.state_layout, p.K, p.V)
-    return Plan(
+    arrivals = None
+    if p.HV > p.HK:  # several value heads read one window: the last of them writes it
+        pool, HK = spec.TENSORS.index("conv_state"), p.HK
+        memory.counters = lambda tensors: arrivals_of(tensors[pool], HK)
+        arrivals = Pointer(COUNTERS, torch.int32)
+    call = kernel_call(
         step_kernel,
         p.N * p.HV,
         config,
         p.device,
-        tensors,
-        _DENSE,
-        **_steps(p, *tensors[:4]),
-        scale=p.scale,
-        beta_scale=2.0 if p.neg_eigval else 1.0,
-        eps=p.eps,
-        pad_slot=p.rows.pad_slot,
-        stride_w_d=t.conv_weight.stride(0),
-        stride_w_w=t.conv_weight.stride(1),
-        **strides(t.conv_state, "conv", "pdl"),
-        stride_state_p=t.state.stride(0),
-        **strides(t.out, "y", "nt"),
+        **_places(p, memory),
+        conv_weight_ptr=memory["conv_weight"],
+        conv_bias_ptr=memory.dense("conv_bias"),
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        norm_weight_ptr=memory.dense("norm_weight"),
+        conv_state_ptr=memory["conv_state"],
+        state_ptr=memory["state"],
+        y_ptr=memory["out"],
+        arrivals_ptr=arrivals,
+        slots_ptr=memory.dense("slots"),
+        write_slots_ptr=memory.dense("write_slots"),
+        has_state_ptr=memory.dense("has_state"),
+        scale=p.q_scale,
+        beta_scale=p.beta_scale,
+        eps=float(p.eps),
+        pad_slot=p.pad_slot,
+        **memory.strides("conv_weight", "dw", "w"),
+        **memory.strides("conv_state", "pdl", "conv"),
+        stride_state_p=p.state.strides[0],
+        **memory.strides("out", "nt", "y"),
         T=p.T,
         HK=p.HK,
         HV=p.HV,
@@ -399,8 +398,9 @@ def _plan(p: StepProblem, t: StepTensors, tensors: tuple[Tensor | None, ...]) ->
         BLOCK_V=configs.power_of_two(p.V),
         BLOCK_L=configs.power_of_two(p.L),
         NORMALIZE_QK=p.normalize_qk,
-        CONV_SILU=p.conv_activation == "silu",
+        CONV_SILU=p.conv_silu,
         GATE_SIGMOID=p.gate_activation == "sigmoid",
         STATE_KV=p.state_layout == "kv",
         ONE_TOKEN=p.T == 1,
     )
+    return Launches(spec, memory, [call])

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.decode import decode
-from sluice.backends.triton.launch import INDICES, Plan, plan_of, strides
+from sluice.backends.triton.arguments import INDICES, Binding, kernel_call
+from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.tiles import (
     begin,
     decayed,
@@ -30,13 +29,7 @@ from sluice.backends.triton.tiles import (
     widen,
 )
 from sluice.backends.triton.window import roll_window
-from sluice.contract.problem import CommitProblem, DeltaProblem
-from sluice.contract.tensors import CommitTensors, DeltaTensors
-
-
-def verify(p: DeltaProblem, t: DeltaTensors) -> None:
-    """Serve ``verify``: outputs and the draft; nothing of the state is written."""
-    decode(p, t)
+from sluice.contract.spec import CommitSpec
 
 
 @triton.jit
@@ -192,32 +185,33 @@ def commit_kernel(
         )
 
 
-_DENSE = ("num_accepted_ptr", "slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr")
-
-
-def commit(p: CommitProblem, t: CommitTensors) -> None:
-    """Serve ``commit``."""
-    draft_k, draft_d, draft_g, num_accepted, state, rows, x, window = t
-    tensors = (draft_k, draft_d, draft_g, x, state, window, num_accepted, *rows[:4])
-    plan_of(p, _plan, t, tensors)(*tensors)
-
-
-def _plan(p: CommitProblem, t: CommitTensors, tensors: tuple[Tensor | None, ...]) -> Plan:
+def launches(spec: CommitSpec) -> Launches:
+    """The kernel of ``commit``."""
+    memory, p = Binding(spec), spec
     config = configs.commit(p.state_dtype, p.state_layout, p.K, p.V, p.N * p.HV)
     windows = configs.blocks(p.D, configs.WINDOW_CHANNELS)
-    return Plan(
+    call = kernel_call(
         commit_kernel,
         p.N * (p.HV * configs.blocks(p.V, config.BLOCK_V) + windows),
         config,
         p.device,
-        tensors,
-        _DENSE,
+        draft_k_ptr=memory.dense("draft_k"),
+        draft_d_ptr=memory.dense("draft_d"),
+        draft_g_ptr=memory.dense("draft_g"),
+        x_ptr=memory["conv_inputs"],
+        state_ptr=memory["state"],
+        conv_state_ptr=memory["conv_state"],
+        num_accepted_ptr=memory.dense("num_accepted"),
+        slots_ptr=memory.dense("slots"),
+        write_slots_ptr=memory.dense("write_slots"),
+        has_state_ptr=memory.dense("has_state"),
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
         N=p.N,
         T=p.T,
-        pad_slot=p.rows.pad_slot,
-        **strides(t.conv_inputs, "x", "btd"),
-        stride_state_p=t.state.stride(0),
-        **strides(t.conv_state, "conv", "pdl"),
+        pad_slot=p.pad_slot,
+        **memory.strides("conv_inputs", "btd", "x"),
+        stride_state_p=p.state.strides[0],
+        **memory.strides("conv_state", "pdl", "conv"),
         HK=p.HK,
         HV=p.HV,
         K=p.K,
@@ -233,3 +227,4 @@ def _plan(p: CommitProblem, t: CommitTensors, tensors: tuple[Tensor | None, ...]
         DECAY_PER_KEY=p.decay == "key",
         STATE_KV=p.state_layout == "kv",
     )
+    return Launches(spec, memory, [call])

@@ -1,4 +1,4 @@
-"""Who is measured: one small file for each library, loaded by name when it is asked for."""
+"""The providers that are measured: one small file per library, loaded by name on demand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MODULES = {
     "onnxruntime": "onnxruntime",
     "torch": "plain",
 }
-"""Every name ``--peers`` takes, and the module of each; ``sluice:<backend>`` is a backend alone."""
+"""Every name that ``--peers`` takes, and its module; ``sluice:<backend>`` is one backend alone."""
 
 VARIANTS = ("separate", "invariant")  # sluice:separate, sluice:invariant: other ways to call it
-STANDING = (*VARIANTS, "triton")  # what the whole surface on a GPU has beside sluice
+STANDING = (*VARIANTS, "triton")  # variants of sluice in a full run on a GPU
 
 PEERS = tuple(name for name in MODULES if name != "sluice")
 ALIASES = {"ort": "onnxruntime", "onnx": "onnxruntime", "hf": "transformers", "plain": "torch"}

@@ -1,7 +1,7 @@
-"""What every provider is: how it is found, and how one workload becomes something to call.
+"""The base of all providers: how a library is found, and how it runs one workload.
 
-A provider adapts the canonical inputs to the layout its library wants in ``prepare``, outside the
-timed region, and says what it converted. ``Call.run`` is what is timed, and nothing else is in it.
+In ``prepare``, outside the timed region, a provider converts the canonical inputs to its library's
+layout and notes what it converted. Only ``Call.run`` is timed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sluice.testing.benchmarks import Workload
-from sluice.testing.workload import Case
+from sluice.testing.case import Case
+from sluice.testing.workload import Workload
 
 
 class RefusalError(Exception):
-    """The library has no way to do this work; the reason is its text."""
+    """The library cannot do this work; the text says why."""
 
 
 @dataclass
 class Job:
     """One set of inputs of one workload, for one provider.
 
-    ``shared`` is one dictionary for all sets of a workload. Index tensors made once are kept there:
-    some peers look up what they computed from one by the identity of the tensor.
+    ``shared`` is one dictionary for all sets of a workload. It holds the index tensors, because
+    some peers cache what they derive from one by tensor identity.
     """
 
     workload: Workload
@@ -48,13 +48,13 @@ class Job:
         return self.workload.op
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """A value made for the first set and shared by the others."""
+        """A value that is made for the first set and shared by the others."""
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]
 
     def rows(self, name: str = "state") -> Tensor:
-        """The rows of a pool, in the order of the sequences: a copy [N, ..]."""
+        """The rows of a pool in sequence order: a copy [N, ..]."""
         return self.inputs[name][self.inputs["slots"].long()].clone()
 
 
@@ -63,7 +63,7 @@ class Call:
     """Something to time, and how to read its result.
 
     ``outputs(result)`` gives the outputs by their canonical names and shapes, and the states as
-    rows in the order of the sequences. ``mutable`` are the tensors that ``run`` updates in place.
+    rows in sequence order. ``mutable`` are the tensors that ``run`` updates in place.
     """
 
     run: Callable[[], Any]
@@ -78,31 +78,31 @@ class Provider:
 
     name = ""
     title = ""
-    package = ""  # what is imported to see whether it is there
-    distribution = ""  # what its version is looked up by
+    package = ""  # imported to see whether it is installed
+    distribution = ""  # the name for its version
     install = ""  # how to get it
     devices: tuple[str, ...] = ("cpu", "cuda")
     is_peer = True
-    raw_prefill = False  # whether prefill makes gates and unit keys itself
-    # What it compiles is found by other processes ("disk"), stays in its own ("process"), or takes
-    # no time worth speaking of (""): how it is got ready before the first row is timed.
+    raw_prefill = False  # whether prefill computes gates and unit keys itself
+    # Other processes find what it compiles ("disk"), or only its own does ("process"), or compiling
+    # takes no time (""). This decides how it is prepared before the first row.
     compiles = ""
-    # Operators whose kernels it measures to choose among them, and so wants the device alone for.
+    # Operators whose kernels it tunes, for which it needs the device alone.
     tunes: tuple[str, ...] = ()
 
     def helper(self, workload: Workload) -> Hashable | None:
-        """Which helper compiles this ahead: workloads of one answer share a process.
+        """The helper that compiles a workload ahead; equal results share a process.
 
-        None where no other process can: the provider's own has to.
+        None if only the provider's own process can compile it.
         """
         return None
 
     def kernels(self, workload: Workload) -> Hashable:
-        """What its kernels depend on: of the workloads of one answer it is enough to tune one."""
+        """What its kernels depend on: of workloads with equal results, one is tuned."""
         return workload.name
 
     def tuned_at(self, workloads: list[Workload]) -> Workload:
-        """Which of the workloads with the same kernels these are tuned at: the surface's first."""
+        """The workload at which kernels shared by these are tuned: the surface's first."""
         return workloads[0]
 
     def missing(self) -> str | None:
@@ -115,7 +115,7 @@ class Provider:
         return None
 
     def version(self) -> str:
-        """What the installed distribution calls itself, or the module where there is none."""
+        """The version of the distribution, or of the module without one."""
         try:
             return importlib.metadata.version(self.distribution or self.package)
         except importlib.metadata.PackageNotFoundError:
@@ -133,7 +133,7 @@ class Provider:
 
 
 def load(name: str) -> ModuleType:
-    """Import where it is used: a provider's library is looked at when it is its turn."""
+    """Import a module on use, so that a library is imported only when it is measured."""
     return importlib.import_module(name)
 
 
@@ -145,14 +145,14 @@ def heads_of(mixed: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def raw_gates(i: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """g and beta of conv_qkv in plain torch, in float32: for peers whose convolution has none."""
+    """g and beta of conv_qkv in plain torch and float32, for peers without gates in the conv."""
     rate = -i["A_log"].float().exp()
     g = rate * torch.nn.functional.softplus(i["a"].float() + i["dt_bias"])
     return g, i["b"].float().sigmoid()
 
 
 def equal_lengths(job: Job) -> tuple[int, int] | None:
-    """(N, T) where all prompts have one length, so that packed tokens are a batch by a view."""
+    """(N, T) if all prompts have one length, so that a view makes them a batch; else None."""
     lengths = set(job.case.sequence_lengths)
     return (job.case.N, lengths.pop()) if len(lengths) == 1 else None
 

@@ -41,7 +41,7 @@ class CausalConv1d(Provider):
         same = equal_lengths(job)
         if same is None:
             raise RefusalError("packed prompts of different lengths cannot bring a state")
-        # channels last in memory, [N, D, T] by strides: what it asks for to take a window
+        # channels last in memory, [N, D, T] by strides: it requires this to take a window
         x = as_batch(i["x"], *same).transpose(1, 2)
         window = job.rows().transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, load, raw_gates
 from sluice.bench.providers.pipeline import FRESH, ROWS, WIDE
-from sluice.testing.benchmarks import Workload
+from sluice.testing.workload import Workload
 
-NORM_BLOCK = 2048 * 32  # rows; as many more tune its norms anew
-TUNED_BATCH = 64  # sequences at which kernels are tuned that have one form for every batch
+NORM_BLOCK = 2048 * 32  # rows; FLA tunes its norms once per so many rows
+TUNED_BATCH = 64  # sequences at which kernels with one form for every batch are tuned
 
 
 class Fla(Provider):
@@ -31,7 +31,7 @@ class Fla(Provider):
     raw_prefill = True
 
     def helper(self, workload: Workload) -> Hashable:
-        """A dozen forms of each kernel: prefill's by heads, convolutions, layers, the rest."""
+        """One helper per heads of prefill, one each for convolutions, layers and the rest."""
         if workload.op == "prefill":
             return workload.heads
         if workload.op in ("conv_qkv", "causal_conv1d"):
@@ -39,17 +39,17 @@ class Fla(Provider):
         return workload.op if workload.op == "layer" else "rest"
 
     def kernels(self, workload: Workload) -> Hashable:
-        """Heads, and how many blocks of rows a norm has, which its kernels are tuned for."""
+        """Its kernels are tuned by heads, and by the number of row blocks of a norm."""
         blocks = tuple(-(-workload.size.tokens * heads // NORM_BLOCK) for heads in workload.heads)
         packed = workload.case.lengths is not None
         key = (workload.op, workload.heads, workload.variant, packed)
         return key if workload.op == "prefill" else (*key, blocks)
 
     def tuned_at(self, workloads: list[Workload]) -> Workload:
-        """Prompts: the surface's first. Of batches the one nearest to ``TUNED_BATCH``.
+        """The surface's first prompts, or the batch nearest to ``TUNED_BATCH``.
 
-        The convolution of one token is tuned once for all batches. For one sequence all its forms
-        take the same two microseconds, so that chance would choose for the others too.
+        The convolution of one token is tuned once for all batches. For one sequence all forms take
+        the same two microseconds, so chance would choose the form for all batches.
         """
         if workloads[0].size.lengths is not None:
             return workloads[0]
@@ -100,7 +100,7 @@ class Fla(Provider):
         )
 
     def _conv_qkv(self, job: Job) -> Call:
-        """Convolution and two l2 norms by FLA; gates, which it makes elsewhere, in torch."""
+        """Convolution and two l2 norms by FLA; gates, which FLA computes elsewhere, in torch."""
         roll, notes, mutable = _rolls(job)
         unit = load("fla.modules.norm.l2norm").l2norm
 
@@ -143,7 +143,7 @@ class Fla(Provider):
 
 
 def _inside(job: Job, rule: Any) -> pipeline.Rule:
-    """A rule of FLA's with gates and l2 norm in its kernels, from the rows of the state."""
+    """FLA's rule with gates and l2 norm inside its kernels, from the rows of the state."""
     i, state = job.inputs, job.rows()
 
     def run(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def _inside(job: Job, rule: Any) -> pipeline.Rule:
 
 
 def _rolls(job: Job) -> tuple[Callable[[], Any], tuple[str, ...], tuple[Tensor, ...]]:
-    """Something that convolves: (y [B, T, D], window of W columns after)."""
+    """A function for the convolution: (y [B, T, D], the final window of W columns)."""
     ops = load("fla.modules.causal_conv1d")
     i, window = job.inputs, pad(job.rows(), (1, 0))
     if job.case.lengths is None:
@@ -175,9 +175,9 @@ def _rolls(job: Job) -> tuple[Callable[[], Any], tuple[str, ...], tuple[Tensor, 
 
 
 def _packed(job: Job) -> dict[str, Any]:
-    """Bounds of packed prompts: made once, because FLA caches what follows from them by identity.
+    """The bounds of packed prompts, made once, because FLA caches by tensor identity.
 
-    None for a batch that is not packed, as a layer's prompts are.
+    None for a batch, such as a layer's prompts.
     """
     if job.case.lengths is None:
         return {}

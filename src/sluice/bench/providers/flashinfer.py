@@ -1,4 +1,4 @@
-"""FlashInfer's CuTe DSL kernels: pooled prefill, decode and several tokens at once."""
+"""FlashInfer's CuTe DSL kernels: prefill, decode and draft tokens, on pools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
-from sluice.testing.benchmarks import Workload
+from sluice.testing.workload import Workload
 
 
 class FlashInfer(Provider):
@@ -20,13 +20,13 @@ class FlashInfer(Provider):
     install = "pip install flashinfer-python nvidia-cutlass-dsl"
     devices = ("cuda",)
     compiles = "process"
-    tunes = ("layer",)  # FLA's kernels in it
+    tunes = ("layer",)  # because of FLA's kernels
 
     def helper(self, workload: Workload) -> Hashable | None:
-        """Kernels for single tokens are found on disk; those of prompts stay in the process."""
+        """Decode kernels are cached on disk; prefill kernels stay in the process."""
         if workload.op in ("decode", "verify"):
             return workload.op
-        return "layer" if workload.op == "layer" else None  # FLA's kernels in it are on disk
+        return "layer" if workload.op == "layer" else None  # FLA's kernels are cached on disk
 
     def missing(self) -> str | None:
         return super().missing() or _other(self, "flashinfer.gdn_decode")
@@ -61,9 +61,9 @@ class FlashInfer(Provider):
         )
 
     def _layer(self, job: Job) -> Call:
-        """FLA's convolution, l2 norm, gates and gated norm around it, packed as it wants tokens.
+        """FLA's convolution, l2 norm, gates and gated norm around FlashInfer's packed recurrence.
 
-        It takes no strided values, so they are copied out of the convolution's channels.
+        FlashInfer takes no strided values, so they are copied out of the conv channels.
         """
         pipeline.borrowed()
         c, i, pool = job.case, job.inputs, job.inputs["state"]

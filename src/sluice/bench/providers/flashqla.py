@@ -1,4 +1,4 @@
-"""FlashQLA, the Qwen team's TileLang prefill; a layer's other parts come from FLA."""
+"""FlashQLA, the Qwen team's TileLang prefill; FLA does the other parts of a layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
-from sluice.testing.benchmarks import Workload
+from sluice.testing.workload import Workload
 
 
 class FlashQla(Provider):
@@ -20,10 +20,10 @@ class FlashQla(Provider):
     install = "pip install flash-qla tilelang==0.1.9"
     devices = ("cuda",)
     compiles = "disk"
-    tunes = ("layer",)  # FLA's kernels in it
+    tunes = ("layer",)  # because of FLA's kernels
 
     def helper(self, workload: Workload) -> Hashable | None:
-        """Every number of heads is compiled anew, and so is a prompt that it divides."""
+        """It compiles again for every number of heads, and for prompts that it splits."""
         if workload.op not in ("prefill", "layer"):
             return None
         return workload.heads, workload.case.N == 1
@@ -56,7 +56,7 @@ class FlashQla(Provider):
         )
 
     def _layer(self, job: Job) -> Call:
-        """FLA's convolution, l2 norm, gates and gated norm around it; packed, as in prefill."""
+        """FLA's convolution, l2 norm, gates and gated norm around FlashQLA's packed recurrence."""
         pipeline.borrowed()
         grid, cu = (job.case.batch, job.case.tokens), pipeline.bounds(job, torch.int64)
         chunk = load(self.package).chunk_gated_delta_rule

@@ -1,7 +1,7 @@
-"""ONNX Runtime on a CPU: graphs of com.microsoft nodes as its exporters write them, in float32.
+"""ONNX Runtime on a CPU: float32 graphs of com.microsoft nodes, as its exporters write them.
 
 Inputs and outputs are bound to torch's memory, and the recurrent state is read and written in one
-buffer, which the operator allows; no copy is timed that a program would not make.
+buffer, which the operator allows. No copy is timed that a program would not make.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class OnnxRuntime(Provider):
 
 @dataclass
 class _Graph:
-    """Nodes in the order they are added, and the names that come in and go out."""
+    """Nodes in the order they are added, and the names of inputs and outputs."""
 
     nodes: list[Any] = field(default_factory=list)
     constants: list[Any] = field(default_factory=list)
@@ -240,7 +240,7 @@ def _attention(c: Any, raw: bool, normalize: bool) -> bytes:
 
 
 def _roll(g: _Graph, x: str, y: str) -> None:
-    """Convolution and silu; the third input, a bias, is left out."""
+    """Convolution and silu, without the third input, the bias."""
     inputs, outputs = [x, "weight", "", "window"], [y, "rolled"]
     g.add("CausalConvWithState", inputs, outputs, MICROSOFT, activation="silu")
 
@@ -263,7 +263,7 @@ def _normalisation(c: Any) -> bytes:
 
 
 def _split(g: _Graph, c: Any) -> None:
-    """Channels first, the convolution, channels last again, and q, k, v of them."""
+    """Transpose to channels first, convolve, transpose back, and split into q, k, v."""
     g.add("Transpose", ["qkv"], ["x"], perm=[0, 2, 1])
     _roll(g, "x", "mixed")
     g.add("Transpose", ["mixed"], ["tokens"], perm=[0, 2, 1])
@@ -309,7 +309,7 @@ def _bind(job: Job, model: bytes, feeds: dict[str, Tensor], results: dict[str, T
         bind = binding.bind_output if name in results else binding.bind_input
         bind(name, "cpu", 0, load("onnx").TensorProto.FLOAT, list(x.shape), x.data_ptr())
 
-    def run(_held: Any = held) -> None:  # what is bound must live as long as the function
+    def run(_held: Any = held) -> None:  # keeps the bound tensors alive
         session.run_with_iobinding(binding)
 
     return run
@@ -321,7 +321,7 @@ def _session(model: bytes, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # its threads spin while it runs, and let go of the cores between runs: others are timed there
+    # its threads spin during a run only: between runs other providers are timed on the cores
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -1,8 +1,8 @@
 """sluice itself: what dispatch chooses, one backend (``sluice:triton``), or another way to call it.
 
-A backend alone is measured where dispatch chooses another.
-``sluice:separate`` is the same work as several calls, ``sluice:invariant`` prefill with
-``batch_invariant=True``: what fusing gains, and what bits that depend on no neighbour cost.
+A single backend is measured where dispatch chooses another. ``sluice:separate`` does the work of a
+fused call as several calls, which shows what fusing gains. ``sluice:invariant`` is prefill with
+``batch_invariant=True``, which shows what that costs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 import sluice
-from sluice import dispatch, library
+from sluice import calls, dispatch
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, raw_gates
-from sluice.testing.benchmarks import Workload
 from sluice.testing.oracle import split_projections
+from sluice.testing.workload import Workload
 
 NORM_EPS = 1e-6
 
@@ -39,7 +39,7 @@ class Sluice(Provider):
         self.title = self.name if backend is None else f"sluice, {backend} alone"
 
     def helper(self, workload: Workload) -> Hashable | None:
-        """Prompts of each number of heads; other operators' kernels are soon compiled."""
+        """One helper per number of heads for prompts; other kernels compile quickly."""
         return workload.heads if workload.bound == "compute" else None
 
     def missing(self) -> str | None:
@@ -50,13 +50,13 @@ class Sluice(Provider):
 
     def prepare(self, job: Job) -> Call:
         call = self._call(job)
-        with library.probing() as found:
+        with calls.check_only() as found:
             call.run()
-        served = [dispatch.explain_problem(problem, self.backend) for problem in found]
+        served = [dispatch.explain(one.spec, self.backend) for one in found]
         for explanation in served:
             if explanation.chosen is None:
                 raise RefusalError(_reasons(explanation))
-        if self.backend and all(_first(problem) == self.backend for problem in found):
+        if self.backend and all(_first(one.spec) == self.backend for one in found):
             raise RefusalError(f"sluice is served by {self.backend} here: the same row")
         call.detail = "+".join(dict.fromkeys(str(e.chosen) for e in served))
         return call
@@ -66,7 +66,7 @@ class Sluice(Provider):
 
 
 class Invariant(Sluice):
-    """A sequence's bits do not depend on the sequences beside it."""
+    """``prefill`` with ``batch_invariant=True``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Invariant(Sluice):
 
 
 class Separate(Sluice):
-    """What one fused call does as the calls it is made of."""
+    """The work of one fused call as separate calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class Separate(Sluice):
         return calls[job.op](job)
 
 
-def _first(problem: Any) -> str | None:
-    """The backend that dispatch chooses where none is asked for."""
-    return dispatch.explain_problem(problem, None).chosen
+def _first(spec: Any) -> str | None:
+    """The backend that dispatch chooses by default."""
+    return dispatch.explain(spec).chosen
 
 
 def _reasons(explanation: dispatch.Explanation) -> str:
-    """Why nothing serves, in one line; of the one asked for, where one was."""
+    """Why no backend serves the call, in one line; or why the requested one does not."""
     reasons = [f"{n}: {why}" for n, why in explanation.refusals if "not asked for" not in why]
     return f"{explanation.op}: " + "; ".join(reasons)
 
@@ -130,7 +130,7 @@ def _operator(job: Job, backend: str | None, **options: Any) -> Call:
 
 
 def _layer(job: Job, backend: str | None) -> Call:
-    """A prompt through conv_qkv, prefill and the gated norm, as the layer does it."""
+    """A prompt through conv_qkv, prefill and the gated norm, as in the layer."""
     c, i = job.case, job.inputs
     qkv, z, b, a = split_projections(
         i["qkvz"], i["ba"], order=c.order, Hk=c.Hk, Hv=c.Hv, K=c.K, V=c.V
@@ -154,7 +154,7 @@ def _layer(job: Job, backend: str | None) -> Call:
 
 
 def _apart(job: Job) -> Call:
-    """A layer as convolution, recurrence with gates and l2 norm inside, gated norm."""
+    """A layer as convolution, recurrence with gates and l2 norm inside, and gated norm."""
     c, i = job.case, job.inputs
     qkv, z, b, a = split_projections(
         i["qkvz"], i["ba"], order=c.order, Hk=c.Hk, Hv=c.Hv, K=c.K, V=c.V
@@ -179,9 +179,9 @@ def _apart(job: Job) -> Call:
 
 
 def _conv_apart(job: Job) -> Call:
-    """The convolution, then torch: an l2 norm each for q and k, a copy of v, the gates."""
+    """The convolution, then torch: l2 norms of q and of k, a copy of v, and the gates."""
     c, i = job.case, job.inputs
-    # x · rsqrt(Σx² + eps) as torch's norm of the mean, so that it is one launch
+    # x · rsqrt(Σx² + eps) as torch's rms_norm, which is one launch
     weight = torch.full((c.K,), c.K**-0.5, dtype=i["x"].dtype, device=job.device)
     options = {name: i[name] for name in ("cu_seqlens", "cu_seqlens_cpu") if name in i}
 
@@ -213,5 +213,5 @@ VARIANTS = {"separate": Separate, "invariant": Invariant}
 
 
 def provider(name: str | None = None) -> Sluice:
-    """By the name of a backend or of a way to call it."""
+    """The provider for a backend or a variant."""
     return VARIANTS[name]() if name in VARIANTS else Sluice(name)

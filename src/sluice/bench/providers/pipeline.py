@@ -1,7 +1,7 @@
-"""A whole layer over prompts with a peer's recurrence: what stands beside sluice's ``layer``.
+"""A whole layer over prompts with a peer's recurrence, to compare with sluice's ``layer``.
 
-FLA has every part of a layer; FlashQLA and FlashInfer have the recurrence alone. Whoever uses them
-takes the rest from FLA, and so does this: its convolution, l2 norm, gates and gated norm.
+FLA has every part of a layer; FlashQLA and FlashInfer have only the recurrence. Their users take
+the convolution, l2 norm, gates and gated norm from FLA, and so does this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def fresh(job: Job) -> str:
-    """Of peers that read any state and return a new one in float32."""
+    """The note for peers that read any state and return a new one in float32."""
     return FRESH if job.case.state_dtype == torch.float32 else FRESH_32
 
 
@@ -55,8 +55,8 @@ def whole(
 ) -> Call:
     """Convolution, ``rule(q, k, v, a, b)``, gated norm, one after the other.
 
-    ``rule`` gets q, k and v as views of what the convolution gave, and raw gates; it returns its
-    output and the state. ``after`` reads the state's rows from what the rule returned as such.
+    ``rule`` gets q, k and v as views of the convolution's output, and raw gates; it returns its
+    output and the state. ``after`` extracts the state's rows from the returned state.
     """
     norm = load("fla.modules.norm.fused_norm_gate").rms_norm_gated
     c, i = job.case, job.inputs
@@ -93,7 +93,7 @@ def gates(i: dict[str, Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]
 
 
 def borrowed() -> None:
-    """Refuse where FLA is not beside the recurrence."""
+    """Refuse if FLA cannot be imported."""
     try:
         load("fla.modules.causal_conv1d")
     except Exception as error:  # a broken install raises anything

@@ -1,6 +1,6 @@
-"""Plain torch: what one writes in a few dozen lines, in place, with no library but torch itself.
+"""Plain torch: a few dozen lines, in place, with no library but torch.
 
-Nothing here waits for the device, so on a GPU every call is captured in a graph as the others are.
+Nothing here waits for the device, so on a GPU every call can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sluice.testing.oracle import split_projections
 ROWS = "pool rows gathered"
 TURNED = "x as [B, D, T]"
 NORM_EPS = 1e-6
-# Four launches for each token of a prompt, one after the other: on a GPU the longest of the surface
-# would be a graph of a hundred thousand of them.
+# A prompt takes four launches per token, one after the other: the longest one of the surface would
+# be a graph of a hundred thousand launches.
 MOST_TOKENS = 128
 
 
@@ -40,7 +40,7 @@ class Torch(Provider):
     install = "pip install torch"
 
     def _prefill(self, job: Job) -> Call:
-        """All prompts side by side where they are equally long, else one after the other."""
+        """All prompts at once if they are equally long, else one after the other."""
         i, state = job.inputs, _state(job)
         same = equal_lengths(job)
         parts = [slice(None)] if same else spans(job)
@@ -172,7 +172,7 @@ def _prompts(job: Job) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _roll(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
-    """Convolve x [N, D, T] after what the window has, which is updated in place."""
+    """Convolve x [N, D, T] after the window, which is updated in place."""
     longer = torch.cat([window, x], dim=-1)
     window.copy_(longer[..., -window.shape[-1] :])
     return silu(conv1d(longer, weight, groups=weight.shape[0]))
@@ -197,14 +197,14 @@ def _unit(x: Tensor) -> Tensor:
 def _raw(
     i: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, ...]:
-    """What ``_recurrence`` takes, from raw keys and gates."""
+    """The arguments of ``_recurrence``, from raw keys and gates."""
     return _unit(q), _unit(k), v, *raw_gates({**i, "a": a, "b": b})
 
 
 def _recurrence(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Tokens [N, T, ..] one after the other into the state [N, Hv, V, K], in place; o in float32.
+    """Run tokens [N, T, ..] through the state [N, Hv, V, K], in place; returns o in float32.
 
-    q and k are of unit length already, and each key head serves several value heads.
+    q and k already have unit length, and each key head serves several value heads.
     """
     r = v.shape[2] // q.shape[2]
     q, k = (x.float().repeat_interleave(r, dim=2).unsqueeze(-1) for x in (q, k))
@@ -220,7 +220,7 @@ def _recurrence(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
 
 
 def _update(S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One token into S [.., V, K], in place; its output [.., V, 1]."""
+    """Update S [.., V, K] by one token, in place; returns its output [.., V, 1]."""
     S.mul_(decay)
     d = (v - torch.bmm(S, k)).mul_(beta)
     S.baddbmm_(d, k.transpose(1, 2))

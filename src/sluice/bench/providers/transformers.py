@@ -1,7 +1,7 @@
 """transformers' own torch functions, called as its Qwen3.5 layer calls them.
 
-With FLA installed the module's names lead to FLA; the functions under them are what is measured.
-Queries and keys are repeated to the value heads inside the timed region, as the layer does.
+With FLA installed, the module's names point to FLA; the torch functions under them are measured.
+Queries and keys are repeated to the value heads inside the timed region, as in the layer.
 """
 
 from __future__ import annotations
@@ -210,21 +210,21 @@ def _delta(
 
 
 def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """As the layer makes them: beta in the dtype of the model."""
+    """The gates as in the layer: beta in the model's dtype."""
     return -A_log.float().exp() * softplus(a.float() + dt_bias), b.sigmoid()
 
 
 def _conv(
     function: Callable[..., Tensor], x: Tensor, window: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Put the window in front, convolve, keep the last T columns, and the window after."""
+    """Prepend the window, convolve, and keep the last T columns and the final window."""
     longer = torch.cat([window, x], dim=-1)
     y = function(longer, weight, None, activation="silu")
     return y[..., -x.shape[-1] :], longer[..., -window.shape[-1] :]
 
 
 def _rolls(job: Job) -> tuple[Callable[[], Any], tuple[str, ...], tuple[Tensor, ...]]:
-    """Something that convolves all tokens and gives (y [B, D, T], window after) for each part."""
+    """A function that convolves all tokens: (y [B, D, T], final window) for each part."""
     i, weight = job.inputs, job.inputs["weight"]
     if job.case.lengths is None:
         x, window = i["x"].transpose(1, 2).contiguous(), _window(job)
@@ -251,7 +251,7 @@ def _last(job: Job, result: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _window(job: Job, name: str = "state") -> Tensor:
-    """The conv rows [N, D, W]: one column more than is read, as transformers keeps it."""
+    """The conv rows [N, D, W], with one column more than is read, as in transformers."""
     return pad(job.rows(name), (1, 0))
 
 

@@ -1,10 +1,10 @@
-"""ONNX: models and layers exported, the exported files run and checked, and single nodes evaluated.
+"""ONNX: export models and layers, run and check the files, and compute single nodes.
 
-``torch.onnx.export(dynamo=True)`` of anything that calls sluice's operators needs nothing from
-here: they become ``com.microsoft::LinearAttention`` and ``CausalConvWithState`` nodes by
-themselves. :func:`export` is the one-line entry for whole models and layers, :class:`Runner` calls
-what it wrote, and :func:`run_node` computes an ONNX node with sluice. Importing this imports none
-of onnx, onnxscript and onnxruntime.
+``torch.onnx.export(dynamo=True)`` of a module that calls sluice's operators needs nothing from this
+package: the operators become ``com.microsoft::LinearAttention`` and ``CausalConvWithState`` nodes.
+:func:`export` writes whole models and layers in one line, :class:`Runner` runs the result, and
+:func:`run_node` computes an ONNX node with sluice. Importing this package imports none of onnx,
+onnxscript and onnxruntime.
 """
 
 from sluice.integrations.onnx.export import Exported, export

@@ -1,4 +1,4 @@
-"""An exported file beside PyTorch: the same calls, at lengths that were not traced."""
+"""Compare an exported file with PyTorch: the same calls, at lengths that were not traced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sluice import torch_private
 from sluice.contract.errors import SluiceError
 from sluice.integrations.onnx.graphs import ModelGraph, Traced
 from sluice.integrations.onnx.runtime import Runner
@@ -16,7 +17,7 @@ from sluice.integrations.transformers import is_accelerated, known_layers, plain
 
 # relative error of the whole output; a lost or stale state makes it about 1
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2}
-CALLS = (70, 1, 1, 2, 1, 9, 1)  # tokens of one call after the other, states carried on
+CALLS = (70, 1, 1, 2, 1, 9, 1)  # tokens of each call; each continues from the last one's states
 BATCH = 1
 
 
@@ -42,14 +43,14 @@ def compare(path: Path, model: nn.Module, traced: Traced | None, args: Any) -> f
 
 
 def _narrowest(model: nn.Module, args: Any) -> torch.dtype:
-    """float16 if anything that goes in is: it rounds everything behind it."""
-    flat, _ = torch.utils._pytree.tree_flatten(args)
+    """float16 if any input or weight is: it rounds everything after it."""
+    flat = torch_private.tree_leaves(args)
     found = {x.dtype for x in (*model.parameters(), *flat) if isinstance(x, Tensor)}
     return torch.float16 if torch.float16 in found else torch.float32
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """‖actual − exact‖ / ‖exact‖; inf for another shape or a number that is not finite."""
+    """‖actual − exact‖ / ‖exact‖; inf for a different shape or a value that is not finite."""
     if actual.shape != exact.shape:
         return float("inf")
     actual, exact = actual.double(), exact.double()
@@ -61,7 +62,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def _model(path: Path, model: nn.Module) -> Any:
-    """Logits of a prompt and of calls after it; PyTorch runs the layers that the model has."""
+    """Logits of a prompt and of the calls after it; PyTorch runs the model's own layers."""
     from transformers import DynamicCache
 
     run, cache = Runner(path, BATCH), DynamicCache(config=model.config)
@@ -95,7 +96,7 @@ def _once(path: Path, module: nn.Module, args: Any) -> Any:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    flat, _ = torch.utils._pytree.tree_flatten(args)
+    flat = torch_private.tree_leaves(args)
     tensors = [x for x in flat if isinstance(x, Tensor)]
     names = [x.name for x in session.get_inputs()]
     if len(names) != len(tensors):
@@ -104,7 +105,7 @@ def _once(path: Path, module: nn.Module, args: Any) -> Any:
         )
     feeds = {name: x.detach().numpy() for name, x in zip(names, tensors, strict=True)}
     found = session.run(None, {name: x.copy() for name, x in feeds.items()})
-    outputs, _ = torch.utils._pytree.tree_flatten(module(*copy.deepcopy(args)))
+    outputs = torch_private.tree_leaves(module(*copy.deepcopy(args)))
     exact = [x for x in outputs if isinstance(x, Tensor)]
     for made, one, info in zip(found, exact, session.get_outputs(), strict=True):
         yield info.name, torch.from_numpy(made), one

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from sluice import torch_private
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.integrations.onnx import graphs
 from sluice.integrations.onnx.check import compare
 from sluice.integrations.onnx.standard import to_standard
 
 TARGETS = ("ort", "onnx")
-STEPS = 3  # how often progress is called
-EXTERNAL_ABOVE = 2**31 - 2**24  # a protobuf file ends at 2 GB; the graph itself needs some
+STEPS = 3  # calls of progress
+EXTERNAL_ABOVE = 2**31 - 2**24  # protobuf's limit of 2 GB, less room for the graph
 _NODES = ("LinearAttention", "CausalConvWithState")
 
 
@@ -58,25 +59,24 @@ def export(
     Args:
         model: a causal language model of transformers (Qwen3-Next, Qwen3.5), a gated delta layer
             (``GatedDeltaNet`` or transformers' own), or, with ``args``, any module that uses
-            sluice's operators. Float32 or float16. It is left as it was.
-        path: the file to write; weights above 2 GB go to ``<path>.data`` beside it.
-        target: "ort": nodes ``com.microsoft::LinearAttention`` and ``CausalConvWithState``, which
-            ONNX Runtime has kernels for since 1.26. "onnx": standard operators only (opset 20; the
-            recurrence is a ``Scan``), which any runtime can load.
+            sluice's operators. Float32 or float16. It is not changed.
+        path: the file to write; weights above 2 GB go to ``<path>.data``.
+        target: "ort": nodes ``com.microsoft::LinearAttention`` and ``CausalConvWithState``, for
+            which ONNX Runtime has kernels since 1.26. "onnx": standard operators only (opset 20;
+            the recurrence is a ``Scan``), which any runtime can load.
         args: example arguments of a module of your own, as ``torch.onnx.export`` takes them; so are
             ``dynamic_shapes``, ``input_names`` and ``output_names``.
-        external_data: weights in a file of their own; above 2 GB by default, and then always.
-        check: run the file in ONNX Runtime beside PyTorch, at lengths that were not traced, states
-            carried from call to call (a module of your own: with ``args``).
+        external_data: put weights into a file of their own; above 2 GB they always are.
+        check: compare the file in ONNX Runtime with PyTorch, at lengths that were not traced, over
+            calls that continue from each other (a module of your own: with ``args``).
         progress: called with the name of each of the three steps when it begins.
 
     Returns:
         :class:`Exported`.
 
     Raises:
-        ContractError: a model that is not known, or an option no ONNX operator expresses.
-        SluiceError: torch cannot export the model, or the check found another result (the file is
-            removed then).
+        ContractError: an unknown model, or an option that no ONNX operator expresses.
+        SluiceError: torch cannot export the model, or the check failed (the file is then removed).
     """
     if target not in TARGETS:
         raise ContractError("export", "target", f"one of {list(TARGETS)}", repr(target))
@@ -115,7 +115,7 @@ def export(
         error = compare(path, model, traced, args) if check else None
     except Exception:
         for file in (path, path.with_name(f"{path.name}.data")):
-            file.unlink(missing_ok=True)  # a wrong file would be used some day
+            file.unlink(missing_ok=True)  # leave no wrong file behind
         raise
     return Exported(
         path,
@@ -136,7 +136,7 @@ def _known(model: nn.Module) -> graphs.Traced:
 
 
 def _dtypes(model: nn.Module) -> None:
-    """What ONNX Runtime has kernels for."""
+    """Refuse dtypes for which ONNX Runtime has no kernels."""
     for name, p in model.named_parameters():
         if p.dtype in (torch.bfloat16, torch.float64):
             expected = "float32 or float16 parameters (model.to(torch.float16))"
@@ -175,13 +175,13 @@ def _reason(error: BaseException) -> SluiceError:
 
 
 def _count(model: Any) -> dict[str, int]:
-    """How often each of the two operators is in a graph."""
+    """How often a graph contains each of the two operators."""
     names = [node.op_type for node in model.graph.all_nodes()]
     return {name: names.count(name) for name in _NODES}
 
 
 def _complete(nodes: dict[str, int], traced: graphs.Traced) -> None:
-    """Every gated delta layer must have become one node: another graph may be silently wrong."""
+    """Require one node per gated delta layer: any other graph may be silently wrong."""
     layers = sum(state.name.endswith("recurrent") for state in traced.states)
     if any(count != layers for count in nodes.values()):
         raise SluiceError(f"export: expected {layers} nodes of each operator, got {nodes}")
@@ -195,7 +195,7 @@ def _save(program: Any, path: Path, external: bool) -> None:
 
 
 def need(*packages: str) -> None:
-    """Refuse with what to install, before anything long begins."""
+    """Refuse, with what to install, before the work starts."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             extras = "onnx,transformers" if package == "transformers" else "onnx"
@@ -204,8 +204,8 @@ def need(*packages: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks about packages that this export does not need."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    """Hide torch's remarks about packages that this export does not need."""
+    logger = torch_private.exporter_logger()
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -1,7 +1,7 @@
 """What is traced: a layer or a whole language model as a function of its inputs and its states.
 
-Every state is an input ``past.…`` and an output ``present.…`` of the same shape, so a runtime
-carries it from call to call; prefill and decode are the same graph. States of gated delta layers
+Every state is an input ``past.…`` and an output ``present.…`` of the same shape, so a runtime can
+pass it from call to call; prefill and decode are the same graph. States of gated delta layers
 are ``conv`` [B, D, W - 1] (the last raw inputs, oldest first) and ``recurrent`` [B, HV, K, V]
 float32, as ONNX's operators have them; attention layers have ``key`` and ``value`` [B, H, S, D].
 """
@@ -23,7 +23,7 @@ from sluice.layers.qwen import QwenShape
 from sluice.layers.rows import Rows
 from sluice.layers.weights import is_known, shape_of
 
-# example sizes of the trace: all different, none of them 0 or 1, which torch would fix
+# example sizes of the trace: all different, and not 0 or 1, which torch would make constants
 BATCH, TOKENS, PAST = 2, 3, 5
 
 # transformers' implementations that are plain operators at any length
@@ -32,14 +32,14 @@ _PLAIN = {"_attn_implementation": "eager", "_experts_implementation": "batched_m
 
 @dataclass(frozen=True)
 class State:
-    """One state: its name without "past." or "present.", and its dimensions, None for lengths."""
+    """One state: its name without "past." or "present.", and its dimensions (None: a length)."""
 
     name: str
     tail: tuple[int | None, ...]
     dtype: torch.dtype
 
     def zeros(self, batch: int, past: int = 0) -> Tensor:
-        """The state of ``batch`` sequences; that of an attention layer has ``past`` tokens."""
+        """The state of ``batch`` sequences; keys and values have ``past`` tokens."""
         return torch.zeros(batch, *(past if n is None else n for n in self.tail), dtype=self.dtype)
 
     @property
@@ -50,7 +50,7 @@ class State:
 
 @dataclass(frozen=True)
 class Traced:
-    """A module ``f(x, states) -> (y, *states)``, and the names of what goes in and comes out."""
+    """A module ``f(x, states) -> (y, *states)``, and the names of its inputs and outputs."""
 
     module: nn.Module
     x: Tensor
@@ -92,7 +92,7 @@ class LayerGraph(nn.Module):
         self.shape = layer.shape if isinstance(layer, GatedDeltaNet) else shape_of(layer)
 
     def forward(self, hidden_states: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
-        conv, recurrent = (x.clone() for x in states)  # a graph's inputs stay what they are
+        conv, recurrent = (x.clone() for x in states)  # a graph must not change its inputs
         rows = Rows(conv, recurrent, state_layout="kv")
         return mix(self.layer, self.shape, hidden_states, rows), conv, recurrent
 
@@ -114,7 +114,7 @@ class ModelGraph(nn.Module):
         hidden = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
         logits = self.model(
             input_ids,
-            # one mask per kind of layer: transformers' own would ask for the number of tokens
+            # one mask per kind of layer: transformers' own depends on the number of tokens
             attention_mask={"full_attention": hidden[None, None], "linear_attention": None},
             position_ids=at[None],
             past_key_values=cache,
@@ -191,8 +191,8 @@ def is_layer(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def traceable(module: nn.Module) -> Iterator[None]:
-    """Within this scope a model's gated delta layers run through sluice, its attention in plain
-    operators; it is in evaluation mode."""
+    """A scope in which a model is in evaluation mode, with its gated delta layers run by sluice and
+    its attention as plain operators."""
     layers, training = known_layers(module), module.training
     ours = [layer for layer in layers if not is_accelerated(layer)]
     with contextlib.ExitStack() as undo:

@@ -2,11 +2,11 @@
 
 The recurrence is one ``com.microsoft::LinearAttention`` node, the convolution one
 ``CausalConvWithState``; l2 norm, gates, split and gated norm are plain operators around them.
-Everything between is float32, as the contract promises, whatever dtype comes in: gates are never
-rounded, and the nodes run where a runtime has float32 kernels alone. States are read from and
-written to the caller's tensors, which torch turns into inputs and outputs of the graph.
+All arithmetic is float32, as the contract promises, whatever the input dtype: gates are never
+rounded, and a runtime needs float32 kernels only. States are read from and written to the caller's
+tensors, which torch turns into inputs and outputs of the graph.
 
-``library.call`` hands over here by name, so that nothing of this is imported in eager use.
+``sluice.calls`` hands over here by name, so that nothing of this is imported in eager use.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from sluice.contract import checks
+from sluice import calls
 from sluice.contract.errors import ContractError
-from sluice.contract.options import ConvOptions, DeltaOptions, NormOptions, StepOptions
-from sluice.contract.tensors import (
-    ConvQkvTensors,
-    ConvTensors,
-    DeltaTensors,
-    NormTensors,
-    Rows,
-    StepTensors,
-)
 from sluice.layers.weights import split_interleaved
 
 DOMAIN = "com.microsoft"
 NORM_EPS = 1e-6  # of the l2 norm, docs/contract.md
 
 
-def lower(op: str, t: Any, o: Any, backend: str | None) -> None:
+def lower(op: calls.Operator, t: Any, options: tuple[Any, ...], backend: str | None) -> None:
     """Write a call's ONNX nodes instead of running it; refuses what no node expresses."""
-    _refuse(op, t, o, backend)
-    _LOWER[op](op, t, o)
+    o = SimpleNamespace(**dict(zip(op.spec.OPTIONS, options, strict=True)))
+    _refuse(op.name, t, o, backend)
+    _LOWER[op.name](op.name, t, o)
+
+
+def _checked(op: str, t: Any, o: Any) -> Any:
+    """The spec of a call, checked."""
+    operator = calls.OPERATORS[op]
+    options = [getattr(o, name) for name in operator.spec.OPTIONS]
+    spec = operator.spec.make(op, [calls.meta_of(x) for x in t], options)
+    operator.check(spec)
+    return spec
 
 
 # --------------------------------------------------------------------------------- the operators
 
 
-def _delta(op: str, t: DeltaTensors, o: DeltaOptions) -> None:
-    """``prefill`` and ``decode``; a graph has no limit of tokens, so one serves both."""
+def _delta(op: str, t: Any, o: Any) -> None:
+    """``prefill`` and ``decode``: a graph has no limit on tokens, so one form serves both."""
     traced = not isinstance(t.q.shape[1], int)
-    problem = checks.delta("prefill" if traced else op, t, o)
-    _one_row_a_sequence(op, t.state, "state", problem.B)
+    p = _checked("prefill" if traced else op, t, o)
+    _one_row_a_sequence(op, t.state, "state", p.B)
     g, beta = _float(t.g), _float(t.beta)
     if t.A_log is not None:
         g = raw_decay(g, t.A_log, t.dt_bias)
@@ -56,20 +57,20 @@ def _delta(op: str, t: DeltaTensors, o: DeltaOptions) -> None:
     q, k, v = t.q.float(), t.k.float(), t.v.float()
     if o.normalize_qk:
         q, k = unit(q), unit(k)
-    past = _read(t.state, t.rows.has_state, swapped=o.state_layout == "vk")
-    out, present = attention(q, k, v, past, g, beta, problem.scale)
+    past = _read(t.state, t.has_state, swapped=o.state_layout == "vk")
+    out, present = attention(q, k, v, past, g, beta, p.q_scale)
     t.out.copy_(out.to(t.out.dtype))
     _write(t.state, present, swapped=o.state_layout == "vk")
 
 
-def _conv(op: str, t: ConvTensors, o: ConvOptions) -> None:
-    problem = checks.conv(t, o)
-    y = _convolve(op, t, o, problem.B)
+def _conv(op: str, t: Any, o: Any) -> None:
+    p = _checked(op, t, o)
+    y = _convolve(op, t, o, p.B)
     t.out.copy_(y.to(t.out.dtype))
 
 
-def _conv_qkv(op: str, t: ConvQkvTensors, o: ConvOptions) -> None:
-    p = checks.conv_qkv(t, o)
+def _conv_qkv(op: str, t: Any, o: Any) -> None:
+    p = _checked(op, t, o)
     y = _convolve(op, t, o, p.B)
     q, k, v = split_heads(y, p)
     if o.normalize_qk:
@@ -82,14 +83,14 @@ def _conv_qkv(op: str, t: ConvQkvTensors, o: ConvOptions) -> None:
         t.beta.copy_(write_strength(t.b.float(), o.neg_eigval))
 
 
-def _norm(op: str, t: NormTensors, o: NormOptions) -> None:
-    checks.norm(t, o)
+def _norm(op: str, t: Any, o: Any) -> None:
+    _checked(op, t, o)
     t.out.copy_(gated_norm(t.x, t.z, t.weight, o.eps, o.activation).to(t.out.dtype))
 
 
-def _step(op: str, t: StepTensors, o: StepOptions) -> None:
-    """A whole layer, nothing rounded in between."""
-    p = checks.step(_one_token(t), o)
+def _step(op: str, t: Any, o: Any) -> None:
+    """A whole layer, with nothing rounded in between."""
+    p = _checked(op, _one_token(t), o)
     _one_row_a_sequence(op, t.state, "state", p.N)
     qkv, z, b, a = t.qkv, t.z, t.b, t.a
     if o.order == "interleaved":
@@ -97,14 +98,20 @@ def _step(op: str, t: StepTensors, o: StepOptions) -> None:
         parts, z, b, a = split_interleaved(heads, t.qkv, t.b)  # type: ignore[arg-type]
         qkv = torch.cat([x.flatten(-2) for x in parts], dim=-1)
         z, b, a = z.flatten(2), b.flatten(2), a.flatten(2)
-    window = ConvTensors(qkv, t.conv_weight, t.conv_bias, t.conv_state, t.rows, None, None, t.out)
-    y = _convolve(op, window, ConvOptions(o.conv_activation), p.N)
+    else:
+        qkv, z = (qkv, z) if z is not None else qkv.split([p.D, p.HV * p.V], dim=-1)
+        b, a = (b, a) if a is not None else b.split([p.HV, p.HV], dim=-1)
+    window = SimpleNamespace(
+        x=qkv, weight=t.conv_weight, bias=t.conv_bias, state=t.conv_state, has_state=t.has_state
+    )
+    convolution = SimpleNamespace(activation=o.conv_activation, freeze=False)
+    y = _convolve(op, window, convolution, p.N)
     q, k, v = split_heads(y, p)
     if o.normalize_qk:
         q, k = unit(q), unit(k)
     g = raw_decay(a.float(), t.A_log, t.dt_bias)
-    past = _read(t.state, t.rows.has_state, swapped=o.state_layout == "vk")
-    out, present = attention(q, k, v, past, g, write_strength(b.float(), o.neg_eigval), p.scale)
+    past = _read(t.state, t.has_state, swapped=o.state_layout == "vk")
+    out, present = attention(q, k, v, past, g, write_strength(b.float(), o.neg_eigval), p.q_scale)
     out = gated_norm(out, z.unflatten(-1, (p.HV, p.V)), t.norm_weight, o.eps, o.gate_activation)
     t.out.copy_(out.flatten(2).to(t.out.dtype))
     _write(t.state, present, swapped=o.state_layout == "vk")
@@ -137,7 +144,7 @@ def attention(
     HV, V = v.shape[2:]
     rule = ("gated_delta" if g is not None else "delta") if beta is not None else "gated"
     rule = "linear" if g is None and beta is None else rule
-    if scale == 0.0:  # the attribute's 0 stands for K ** -0.5
+    if scale == 0.0:  # the attribute's 0 means K ** -0.5
         q, scale = q * 0.0, 1.0
     decay = g.flatten(2) if g is not None and g.dim() == 4 else g
     heads = max(HQ, HV)
@@ -173,13 +180,13 @@ def convolution(
     return y.transpose(1, 2), present
 
 
-def _convolve(op: str, t: ConvTensors | ConvQkvTensors, o: ConvOptions, B: int) -> Tensor:
+def _convolve(op: str, t: Any, o: Any, B: int) -> Tensor:
     """The convolution, activated, float32; rolls the window unless it is frozen."""
     x, weight = t.x.float(), t.weight.float()
     if t.state is None:
         return convolution(x, weight, _float(t.bias), None, o.activation)[0]
     _one_row_a_sequence(op, t.state, "conv_state" if op == "step" else "state", B)
-    past, kept, L = _read(t.state, t.rows.has_state), weight.shape[1] - 1, t.state.shape[2]
+    past, kept, L = _read(t.state, t.has_state), weight.shape[1] - 1, t.state.shape[2]
     y, present = convolution(x, weight, _float(t.bias), past[..., L - kept :], o.activation)
     if o.freeze:
         return y
@@ -227,7 +234,7 @@ def split_heads(y: Tensor, p: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read(state: Tensor, has_state: Tensor | None, *, swapped: bool = False) -> Tensor:
-    """A state as float32, zeros where a row has none, [.., K, V] from a swapped one."""
+    """A state as float32 [.., K, V], with zeros for rows without one; swapped: from [.., V, K]."""
     x = state.float()
     if has_state is not None:  # not a product: 0 · NaN is NaN
         x = torch.where(has_state.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
@@ -242,8 +249,8 @@ def _float(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float()
 
 
-def _one_token(t: StepTensors) -> StepTensors:
-    """The call of one token: what is checked where the number of tokens is not known yet."""
+def _one_token(t: Any) -> Any:
+    """The call with one token, for checks while the number of tokens is unknown."""
     if isinstance(t.qkv.shape[1], int):
         return t
     cut = {name: getattr(t, name) for name in ("qkv", "z", "b", "a", "out")}
@@ -254,7 +261,7 @@ def _one_token(t: StepTensors) -> StepTensors:
 
 
 def _refuse(op: str, t: Any, o: Any, backend: str | None) -> None:
-    """What ONNX's operators cannot say, named by its option."""
+    """Refuse options that ONNX's operators cannot express."""
 
     def refuse(option: str, reason: str, got: object = "given") -> None:
         raise ContractError(op, option, f"none in an ONNX graph ({reason})", got)
@@ -263,11 +270,10 @@ def _refuse(op: str, t: Any, o: Any, backend: str | None) -> None:
         raise ContractError(op, "torch.onnx.export", "an operator of ONNX", "draft tokens")
     if backend is not None:
         refuse("backend", "the runtime that loads it chooses its kernels", repr(backend))
-    rows = getattr(t, "rows", Rows())
-    if rows.cu_seqlens is not None:
+    if getattr(t, "cu_seqlens", None) is not None:
         refuse("cu_seqlens", "its operators take no packed sequences")
     for name in ("slots", "write_slots"):
-        if getattr(rows, name) is not None:
+        if getattr(t, name, None) is not None:
             refuse(name, "a state has one row a sequence, there is no pool")
     if getattr(t, "checkpoint_slots", None) is not None:
         refuse("checkpoints", "its operators give the last state only")
@@ -278,7 +284,7 @@ def _refuse(op: str, t: Any, o: Any, backend: str | None) -> None:
 
 
 def _one_row_a_sequence(op: str, state: Tensor, name: str, B: int) -> None:
-    """A pool with more rows than sequences would have to be written in part."""
+    """Refuse a pool with more rows than sequences: a node writes all rows."""
     if state.shape[0] != B:
         expected = "one row a sequence in an ONNX graph"
         raise ContractError(op, name, expected, f"{state.shape[0]} rows, {B} sequences")

@@ -1,8 +1,8 @@
 """``run_node``: ONNX's LinearAttention and CausalConvWithState, computed by sluice.
 
-Takes and gives NumPy arrays, so that the tests other projects have for these operators can be
-pointed at sluice: those of ONNX Runtime (``com.microsoft``) and the node cases of onnx itself
-(opset 27, domain "").
+It takes and returns NumPy arrays, so that the tests of other projects for these operators can run
+against sluice: those of ONNX Runtime (``com.microsoft``) and the node cases of onnx itself (opset
+27, domain "").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sluice import ops
 from sluice.contract.errors import ContractError
-from sluice.contract.problem import MAX_DECODE_TOKENS
+from sluice.contract.spec import MAX_DECODE_TOKENS
 
 DOMAINS = ("com.microsoft", "", "ai.onnx")
 RULES = ("linear", "gated", "delta", "gated_delta")
@@ -36,17 +36,17 @@ def run_node(
     Args:
         node: an ``onnx.NodeProto``, or an operator's name: "LinearAttention",
             "CausalConvWithState".
-        inputs: NumPy arrays in the node's order, None for what is left out; or by name, with a
+        inputs: NumPy arrays in the node's order, None for an omitted one; or by name, with a
             ``NodeProto``. float32, float16, or ml_dtypes' bfloat16.
-        attributes: beside a name; a ``NodeProto`` has its own.
-        domain: beside a name: "com.microsoft", or "" for the standard operator, which is stricter.
-        backend: of sluice; its own choice by default.
+        attributes: with a name; a ``NodeProto`` has its own.
+        domain: with a name: "com.microsoft", or "" for the standard operator, which is stricter.
+        backend: a backend of sluice; by default sluice chooses.
 
     Returns:
         the two outputs of either operator: output and present_state.
 
     Raises:
-        ContractError: an operator, an attribute or an input that is not known or does not fit.
+        ContractError: an operator, an attribute or an input that is unknown or does not fit.
 
     >>> import numpy
     >>> q = numpy.ones((1, 3, 2), dtype=numpy.float32)
@@ -155,7 +155,7 @@ def _convolution(
 def _any_width(
     line: Tensor, taps: Tensor, bias: Tensor | None, silu: str | None, backend: str | None
 ) -> Tensor:
-    """Widths the operator does not have: the sum of a few taps at a time, rounded once."""
+    """For wider convolutions: add up a few taps at a time, and round once."""
     W, T = taps.shape[1], line.shape[1] - taps.shape[1] + 1
     total = line.new_zeros(line.shape[0], T, line.shape[2], dtype=torch.float32)
     for first in range(0, W, WIDEST):
@@ -213,7 +213,7 @@ def _text(value: Any) -> str:
 
 
 def _tensor(op: str, x: Any) -> Tensor:
-    """An array's memory; bfloat16 is a dtype of ml_dtypes, which NumPy hands on as it is."""
+    """A tensor over an array's memory; bfloat16 is a dtype of ml_dtypes."""
     x = numpy.ascontiguousarray(x)
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(numpy.int16)).view(torch.bfloat16)

@@ -1,8 +1,9 @@
-"""Exported graphs in ONNX Runtime, states carried from call to call without copies.
+"""Run exported graphs in ONNX Runtime, passing states from call to call without copies.
 
 The recurrent state is read and written in one buffer, which the operator allows. The conv window
-has two that change places: ONNX Runtime rolls a row by a copy between overlapping memory when both
-are one. Keys and values grow, so the runtime allocates them, and what it made is the next input.
+has two buffers that swap after each call: with one, ONNX Runtime rolls a row by a copy between
+overlapping memory. Keys and values grow, so the runtime allocates them, and its outputs are the
+next inputs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Runner:
     Args:
         path: the exported file.
         batch: the number of sequences.
-        threads: of ONNX Runtime, its own choice by default.
+        threads: of ONNX Runtime, which chooses by default.
         providers: execution providers; the CPU's by default. States are kept in host memory.
 
-    Call it with the graph's input (``input_ids`` or ``hidden_states``) for its output; ``reset()``
-    begins new sequences, and ``states`` are the tensors as they are now.
+    Call it with the graph's input (``input_ids`` or ``hidden_states``) to get its output.
+    ``reset()`` starts new sequences, and ``states`` are the current tensors.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """Zero states, no keys and values."""
+        """Set states to zero, and drop keys and values."""
         self._kept: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
         self._grown: dict[str, Any] = {}
@@ -80,13 +81,13 @@ class Runner:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """The states by name, without "past."; those that are kept in place are not copied."""
+        """The states by name, without "past."; those updated in place are not copied."""
         grown = {n: torch.from_numpy(x.numpy()) for n, x in self._grown.items()}
         now = self._kept | grown
         return {name.removeprefix("past."): now[name] for name in self._past}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The output for the next tokens; the states go on."""
+        """The output for the next tokens; updates the states."""
         x = x.detach().contiguous()
         binding = self.session.io_binding()
         self._bind(binding.bind_input, self._input.name, x)

@@ -1,12 +1,12 @@
-"""Graphs of standard operators only: the two contributed ones become functions, which are inlined.
+"""Graphs of standard operators only: the two contributed operators become inlined functions.
 
-The recurrence is a ``Scan`` over tokens whose body is the update rule, the convolution a depthwise
-``Conv`` behind a ``Concat`` with the window. Both follow from a node's attributes and the static
-widths of its inputs; batch and length stay open. All operators are of opset 18 or older, so any
-runtime can load the result.
+The recurrence is a ``Scan`` over tokens whose body is the update rule; the convolution is a
+depthwise ``Conv`` after a ``Concat`` with the window. Both are built from a node's attributes and
+the static widths of its inputs; batch and length stay dynamic. All operators are of opset 18 or
+older, so any runtime can load the result.
 
-The operators of the same names in opset 27 would be shorter, but ONNX Runtime 1.31 refuses that
-opset, and the standard LinearAttention forbids fewer query than value heads, which is Qwen's shape.
+The operators of the same names in opset 27 would be shorter. But ONNX Runtime 1.31 refuses that
+opset, and the standard LinearAttention forbids fewer query than value heads, which Qwen has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def to_standard(model: Any) -> Any:
     """Replace every contributed node of an ``onnx_ir.Model``; returns it.
 
     Raises:
-        ContractError: a node whose widths are not static, or another operator that is not standard.
+        ContractError: a node without static widths, or another operator that is not standard.
     """
     import onnx_ir
     from onnx_ir.passes.common import InlinePass
@@ -49,7 +49,7 @@ def to_standard(model: Any) -> Any:
             model.functions[made[key].identifier()] = made[key]
         node.domain, node.op_type, node.version = FUNCTIONS, made[key].name, None
         node.attributes.clear()
-        # a function's inputs are there or not: its body was made for those that are
+        # a function's body is made for the inputs that are given
         given = [x for x in node.inputs if x is not None]
         node.resize_inputs(len(given))
         for i, x in enumerate(given):
@@ -64,7 +64,7 @@ def to_standard(model: Any) -> Any:
 
 
 def _static(x: Any) -> tuple[int | None, ...] | None:
-    """The dimensions of an input that are known; None for an input that is not given."""
+    """The known dimensions of an input; None for an input that is not given."""
     if x is None:
         return None
     return tuple(n if isinstance(n, int) else None for n in x.shape or ())
@@ -80,7 +80,7 @@ def _size(shapes: Sequence[Any], at: int, dim: int, name: str) -> int:
 
 @dataclass
 class _Body:
-    """Nodes of a function in the order they are added, with names made on the way."""
+    """The nodes of a function in the order they are added; it makes their names."""
 
     name: str
     opset: int
@@ -113,7 +113,7 @@ class _Body:
 
 
 def _given(names: Sequence[str], shapes: Sequence[Any]) -> list[str]:
-    """Names of the inputs that a node has; those at the end may be missing altogether."""
+    """The names of the inputs that a node has; trailing ones may be missing."""
     return [name for name, shape in zip(names, shapes, strict=False) if shape is not None]
 
 
@@ -126,7 +126,7 @@ def _linear_attention(f: _Body, shapes: Sequence[Any], attributes: dict[str, Any
     scale = attributes.get("scale", 0.0) or K**-0.5
 
     def heads(x: str, have: int, width: int) -> str:
-        """[B, T, have width] as [T, B, HV, width], heads repeated to HV where there are fewer."""
+        """[B, T, have width] as [T, B, HV, width]; fewer heads are repeated to HV."""
         x = f("Reshape", x, f.ints(0, 0, have, width))
         if have < HV:
             x = f("Gather", x, f.ints(*(h * have // HV for h in range(HV))), axis=2)
@@ -134,7 +134,7 @@ def _linear_attention(f: _Body, shapes: Sequence[Any], attributes: dict[str, Any
 
     batch = f("Shape", "q", start=0, end=1)
     q = f("Mul", "q", f.number(scale))
-    if HQ > HV:  # [T, B, HV, group, K]: query heads that read one state
+    if HQ > HV:  # [T, B, HV, group, K]: group is the query heads per state
         q = f("Reshape", q, f.ints(0, 0, HV, group, K))
         q = f("Transpose", q, perm=[1, 0, 2, 3, 4])
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.memory import read_int
-from sluice.backends.cpu.rows import read_index
+from sluice.backends.cpu.scratch_rows import read_index
 
 NOWHERE = -1
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 
-from sluice.backends.cpu.address import NOWHERE
+from sluice.backends.cpu.addressing import NOWHERE
 from sluice.backends.cpu.checkpoints import checkpoint, columns
 from sluice.backends.cpu.delta import Function
 from sluice.backends.cpu.jit import jit, jit_as
 from sluice.backends.cpu.llvm import BF16, F16, F32, LANES
 from sluice.backends.cpu.memory import allocate, release
-from sluice.backends.cpu.records import record
-from sluice.backends.cpu.rows import fill, load_row, read, round_up, store_row, write
+from sluice.backends.cpu.scratch_rows import fill, load_row, read, round_up, store_row, write
 from sluice.backends.cpu.simd import fma, get, load, pointer, put, store
+from sluice.backends.cpu.struct_view import struct_view
 from sluice.backends.cpu.tiles import (
     load_interleaved,
     load_rows,
@@ -33,7 +33,7 @@ from sluice.backends.cpu.vmath import vsilu
 TOKENS = 16  # tokens of a unit
 HEADER = 128  # bytes: room for the record
 
-lines = record("lines", "end front width", pointers="x y weight bias turned")
+lines = struct_view("lines", "end front width", pointers="x y weight bias turned")
 
 
 @jit

@@ -1,0 +1,81 @@
+"""The parameter block of a kernel: its layout, and its memory.
+
+A block has 8 bytes per field: the head, addresses of tensors, other integers, floats; then a
+counter for each thread. Kernels see it as a record (``struct_view.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sluice.backends.cpu.struct_view import struct_view
+from sluice.backends.cpu.threads import COUNTER_BYTES
+
+
+class Fields:
+    """The layout of a block.
+
+    Every block has the same head (``HEAD``), which ``launch.py`` and ``threads.py`` use. Kernels
+    see a block through the function ``view``.
+    """
+
+    HEAD = (
+        "tasks"  # how many
+        " team most threads"  # torch's threads, those of use to the call, those it has
+        " worker"  # the address of the kernel that all threads call
+        " parallel identify"  # addresses: of GOMP_parallel, and of what numbers threads
+        " counters"  # the address of the counters
+        " trusted"  # whether values need no look
+        " crowd"  # the address of what is known of busy neighbours
+        " done_at"  # when the calling thread found no task left
+    )
+
+    def __init__(self, name: str, addresses: str, ints: str = "", floats: str = "") -> None:
+        ints = f"{self.HEAD} {addresses} {ints}"
+        names = f"{ints} {floats}".split()
+        assert len(set(names)) == len(names)
+        self.offset = {field: 8 * i for i, field in enumerate(names)}
+        self.addresses = addresses.split()
+        self.view = struct_view(name, ints, floats)
+        count = len(ints.split())
+        self._all = struct.Struct(f"={count}q{len(names) - count}d")
+
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """A block with these fields set and all others zero, without counters."""
+        assert values.keys() <= self.offset.keys(), values.keys() - self.offset.keys()
+        return self._all.pack(*(values.get(field, 0) for field in self.offset))
+
+    def address_struct(self, given: Collection[str]) -> tuple[struct.Struct, int]:
+        """A struct of the address fields ``given``, in the layout's order, and where it begins.
+
+        Addresses lie together, so one ``pack_into`` writes them all, and zeros between them.
+        """
+        kinds = ["q" if name in given else "8x" for name in self.addresses]
+        return struct.Struct("@" + "".join(kinds)), self.offset[self.addresses[0]]
+
+
+class Block:
+    """The memory of a block: a template that is complete but for the addresses of tensors."""
+
+    def __init__(self, template: bytes, offsets: Mapping[str, int], threads: int) -> None:
+        counters = COUNTER_BYTES * (threads + 1)
+        self.buffer = bytearray(template) + bytes(counters + COUNTER_BYTES)
+        self._pinned = ctypes.c_char.from_buffer(self.buffer)  # it cannot be moved any more
+        self.where = ctypes.addressof(self._pinned)
+        end = self.where + len(template)
+        self.put(offsets["counters"], end + -end % COUNTER_BYTES)
+
+    def put(self, offset: int, value: int) -> None:
+        """Set a field of integers."""
+        _put(self.buffer, offset, value)
+
+    def get(self, offset: int) -> int:
+        """Read one."""
+        value: int = _get(self.buffer, offset)[0]
+        return value
+
+
+_put, _get = struct.Struct("=q").pack_into, struct.Struct("=q").unpack_from

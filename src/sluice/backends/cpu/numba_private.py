@@ -1,0 +1,121 @@
+"""What this backend uses of Numba that Numba does not promise, each with what happens without it.
+
+Tried with Numba 0.60 to 0.68. ``tests/test_cpu_numba_private.py`` fails if one of them is gone.
+
+- ``load_or_compile``: the machine code of a C callback, from the disk cache or compiled. Numba's
+  own ``cfunc`` decorator wraps what it loads in Python objects, which takes longer than loading.
+  Without ``CFunc`` and its attributes no kernel can be had: the import fails, and the backend says
+  that it is unavailable.
+- ``_as_modules``: functions that kernels call are kept as unoptimised LLVM modules. Without one of
+  the methods it replaces, kernels compile as they are, only slower.
+- ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
+  attributes of the types in ``simd.py`` and ``struct_view.py`` are typed. Numba's public way
+  (``overload``) compiles a function for each of them. Without them the import fails.
+- ``TARGET``: the name and the features of the machine that Numba compiles for. They decide how wide
+  vectors are. Without it the import fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from numba import njit
+from numba.core import codegen, registry, sigutils
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.typing.templates import (
+    AbstractTemplate,
+    AttributeTemplate,
+    infer_global,
+    signature,
+)
+
+__all__ = [
+    "TARGET",
+    "AbstractTemplate",
+    "AttributeTemplate",
+    "infer_global",
+    "load_or_compile",
+    "signature",
+]
+
+OPTIONS = {"error_model": "numpy"}
+
+
+class Target(NamedTuple):
+    """The machine that Numba compiles for."""
+
+    triple: str
+    features: frozenset[str]
+
+
+def _target() -> Target:
+    triple, _cpu, features = registry.cpu_target.target_context.codegen().magic_tuple()
+    return Target(triple, frozenset(features.split(",")))
+
+
+TARGET = _target()
+
+
+def load_or_compile(
+    function: Callable[[Any], Any], signature: Any, *, cached: bool
+) -> tuple[int, object]:
+    """The address of a C callback's machine code, and what keeps it there."""
+    kernel = CFunc(function, sigutils.normalize_signature(signature), {}, OPTIONS)
+    if cached:
+        kernel.enable_caching()
+    with global_compiler_lock:
+        found = kernel._cache.load_overload(kernel._sig, kernel._targetdescr.target_context)
+        if found is not None:
+            address = found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
+            return address, found
+        with _as_modules():
+            njit(**OPTIONS)(function).compile(signature.args)
+        kernel.compile()
+    return kernel.address, kernel
+
+
+def _finalized(library: Any) -> None:
+    library._finalize_dynamic_globals()
+    library._finalized = True
+
+
+REPLACED: tuple[tuple[str, str, Callable[..., None]], ...] = (
+    ("JITCodeLibrary", "_optimize_final_module", lambda library: None),
+    ("JITCodeLibrary", "_finalize_final_module", _finalized),
+    ("JITCPUCodegen", "set_env", lambda self, name, env: None),
+)
+"""Methods of classes in ``numba.core.codegen``, and what stands in for them."""
+
+
+def replaceable() -> bool:
+    """Whether Numba has every method that ``_as_modules`` replaces or calls."""
+    library = getattr(codegen, "JITCodeLibrary", None)
+    return hasattr(library, "_finalize_dynamic_globals") and all(
+        hasattr(getattr(codegen, kind, None), name) for kind, name, _ in REPLACED
+    )
+
+
+@contextlib.contextmanager
+def _as_modules() -> Iterator[None]:
+    """In this scope compiled functions are kept as unoptimised LLVM modules.
+
+    Numba optimises every function and emits it as machine code, with all that it calls, and again
+    within each caller. What is compiled here first is optimised once, as a part of its kernel.
+    """
+    before = []
+    if replaceable():
+        for kind, name, function in REPLACED:
+            owner = getattr(codegen, kind)
+            before.append((owner, name, owner.__dict__.get(name)))
+            setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, function in before:
+            if function is None:  # it was inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)

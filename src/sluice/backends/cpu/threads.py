@@ -1,0 +1,172 @@
+"""The threads that run a kernel, and how they share its tasks.
+
+Threads come from the OpenMP runtime in the process (torch brings one), entered through
+``GOMP_parallel``: about a microsecond per launch, no second pool beside torch's, and safe to call
+from several Python threads at once. Where no runtime is loaded, plain Python threads serve.
+
+Every thread calls the kernel with the same block. It begins with its own part of the tasks, the
+same part in every call so that a core finds in its cache what it wrote last time, and then helps
+with the parts of others. No result depends on the number of threads.
+
+**A busy neighbour.** ``GOMP_parallel`` returns when every thread of the team has come back, also
+one that the operating system has put aside for another process and that found no task left. So the
+calling thread measures how long it waited after the last task. A wait that is out of proportion
+halves the number of threads for the calls that follow, for a pause after which more are tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sluice import torch_private
+from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.memory import (
+    call_int,
+    call_parallel,
+    call_worker,
+    fetch_add,
+    nanoseconds,
+    write_int,
+)
+from sluice.backends.cpu.struct_view import struct_view
+
+COUNTER_BYTES = 64
+"""Every counter has a cache line of its own."""
+
+LONG_WAIT = 100_000
+"""Nanoseconds: a longer wait, if it is longer than the work too, is out of proportion."""
+PAUSE_PER_WAIT = 16
+"""A pause is at least this many times as long as the wait before it, which so costs 1/16 of the
+time at most. It doubles each time that more threads do not go well again soon."""
+LONGEST_PAUSE = 1_000_000_000
+"""Nanoseconds."""
+
+crowd = struct_view("crowd", "limit until pause")
+"""What is known of busy neighbours: how many threads to use (0: no limit), until when, and how long
+the pause was."""
+CROWD = (ctypes.c_int64 * 3)()
+"""The one record of the process. Threads write it without a lock: at worst a limit is lost."""
+CROWD_ADDRESS = ctypes.addressof(CROWD)
+
+DONE, SUSPICIOUS, ASK_PYTHON = 0, 1, 2
+"""What ``run_tasks`` and the entry of ``launch.py`` return."""
+
+
+def _runtime(*libraries: str | None) -> Any:
+    """The first of these libraries, with all it was linked with, that has OpenMP's threads."""
+    for name in libraries:
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            library = ctypes.CDLL(name)
+            if library.GOMP_parallel and library.omp_get_thread_num:
+                return library
+    return None
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+# As torch's own calls are resolved: among the symbols of the process, then among those of what
+# torch was linked with. Wheels for ARM make no OpenMP symbol visible to the process.
+_openmp = _runtime(None, torch_private.extension_file())
+parallel = 0 if _openmp is None else _address(_openmp.GOMP_parallel)
+"""The address of ``GOMP_parallel``, 0 without a runtime."""
+identify = 0 if _openmp is None else _address(_openmp.omp_get_thread_num)
+"""The address of a function that numbers the threads of a team, 0 without a runtime."""
+
+
+def python_threads(function: Callable[[int], Any], where: int, count: int) -> None:
+    """Let ``count`` Python threads call a kernel, this one included."""
+    others = [threading.Thread(target=function, args=(where,)) for _ in range(count - 1)]
+    for thread in others:
+        thread.start()
+    function(where)
+    for thread in others:
+        thread.join()
+
+
+# -- what the calling thread does ---------------------------------------------------------------
+
+
+@jit
+def run_tasks(p, block):
+    """Let threads call the worker until all tasks are done."""
+    threads = _threads_now(p)
+    p.threads = threads
+    for i in range(threads + 1):
+        write_int(p.counters + COUNTER_BYTES * i, 0)
+    if threads == 1:
+        call_worker(p.worker, block)
+        return DONE
+    if p.parallel == 0:
+        return ASK_PYTHON
+    begin = nanoseconds()
+    p.done_at = begin
+    call_parallel(p.parallel, p.worker, block, threads)
+    _judge(p, begin, nanoseconds())
+    return DONE
+
+
+@jit
+def _threads_now(p):
+    """The number of threads for this call: as many as there are, or fewer in a pause."""
+    c = crowd(p.crowd)
+    if c.limit == 0 or p.most <= c.limit:
+        return p.most
+    limit = c.limit if nanoseconds() < c.until else 2 * c.limit
+    return min(p.most, limit)
+
+
+@jit
+def _judge(p, begin, end):
+    """Look at how long the calling thread waited for others, and set or lift the limit."""
+    c = crowd(p.crowd)
+    wait, work = end - p.done_at, p.done_at - begin
+    if wait > LONG_WAIT and wait > work:
+        pause = PAUSE_PER_WAIT * wait
+        if begin - c.until < c.pause:  # it did not go well for as long as the last pause
+            pause = max(pause, 2 * c.pause)
+        c.pause = min(pause, LONGEST_PAUSE)
+        c.until = end + c.pause
+        c.limit = max(p.threads // 2, 1)
+    elif c.limit != 0 and p.threads > c.limit:
+        c.limit = p.threads if p.threads < p.team else 0
+
+
+# -- what each thread does ----------------------------------------------------------------------
+
+
+@jit
+def tasks_of(p):
+    """The tasks of the calling thread: its own part's, then what others have left."""
+    own = _first_part(p)
+    for other in range(p.threads):
+        part = (own + other) % p.threads
+        task = _claim(p, part)
+        while task >= 0:
+            yield task
+            task = _claim(p, part)
+    if own == 0 and p.threads > 1:  # the first of the team is the thread that made the call
+        p.done_at = nanoseconds()
+
+
+@jit
+def _first_part(p):
+    """The part of the tasks that this thread begins with."""
+    if p.threads == 1:
+        return 0
+    if p.identify != 0:
+        return call_int(p.identify)
+    return fetch_add(p.counters + COUNTER_BYTES * p.threads)
+
+
+@jit
+def _claim(p, part):
+    """The next task of a part of all tasks, -1 when there is none left."""
+    begin, end = part * p.tasks // p.threads, (part + 1) * p.tasks // p.threads
+    task = begin + fetch_add(p.counters + COUNTER_BYTES * part)
+    return task if task < end else -1

@@ -1,0 +1,318 @@
+"""The way of a call: public function -> ``call`` -> ``_bind``, once per metadata -> ``launch``.
+
+``call`` asks what the tensors look like. If it saw the same before, the bound launch is there:
+outputs are allocated and the launch runs. Otherwise ``_bind`` brings the description into canonical
+form, checks it, chooses a backend and lets it bind. One cache of the least recently used bindings
+holds them all; nothing in it refers to a tensor.
+
+When torch follows the call (``torch.compile``, ``torch.export``, a dispatch mode, tensors without
+data), it becomes one node ``torch.ops.sluice.<op>`` instead (``torch_ops.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sluice import dispatch, torch_private
+from sluice.contract.errors import ContractError, SluiceError
+from sluice.contract.spec import Meta, Spec
+from sluice.settings import validating
+
+CANONICAL = "canonical"
+"""The form of a call whose tensors are canonical and whose outputs are there."""
+MOST_BOUND = 4096
+"""Bindings that are kept: a serving process sees some hundred combinations of shapes."""
+
+
+class Operator(NamedTuple):
+    """One operator: how its arguments become a spec, and what is checked."""
+
+    name: str
+    spec: type[Spec]
+    canonical: Callable[[Any, Any, Any], Canonical]
+    """``(tensors or metas, options, form)`` -> the same in canonical form, outputs allocated."""
+    check: Callable[[Any], None]
+    check_values: Callable[[Any, Any], None] | None
+    mutates: tuple[str, ...]
+    """The tensors it writes."""
+    arguments: tuple[tuple[str, str], ...] = ()
+    """What the caller calls a tensor, where that is not the field's name."""
+
+
+class Canonical(NamedTuple):
+    """A call in canonical form, and how results return to the caller's layout."""
+
+    tensors: tuple[Any, ...]
+    restore: Callable[[Any], Any] | None = None
+    results: tuple[str, ...] = ()
+    """The tensors that ``restore`` is for, where the caller gave none."""
+    zeros: tuple[str, ...] = ()
+    """Tensors that begin as zeros, where the caller gave none."""
+
+
+class Output(NamedTuple):
+    """A tensor that a call makes because the caller gave none."""
+
+    place: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    zeros: bool
+    like: int | None
+    """A tensor of the call that looks the same: made like it, the output costs half the time."""
+
+
+class Bound(NamedTuple):
+    """A call whose metadata is known: all that is left is addresses."""
+
+    spec: Spec
+    outputs: tuple[Output, ...]
+    choice: dispatch.Choice
+
+
+_only_checked: ContextVar[list[Checked] | None] = ContextVar("sluice_only_checked", default=None)
+
+
+class Checked(NamedTuple):
+    """A call that was only checked: its spec, and the tensors it came with."""
+
+    spec: Any
+    tensors: Sequence[Tensor | None]
+
+
+@contextlib.contextmanager
+def check_only() -> Iterator[list[Checked]]:
+    """Calls in this scope are checked and listed, but nothing runs.
+
+    Tensors may be on the "meta" device.
+    """
+    found: list[Checked] = []
+    token = _only_checked.set(found)
+    try:
+        yield found
+    finally:
+        _only_checked.reset(token)
+
+
+def call(
+    op: Operator,
+    tensors: list[Tensor | None],
+    options: tuple[Any, ...],
+    form: Any = None,
+    backend: str | None = None,
+) -> list[Any]:
+    """Run a call. ``tensors`` and ``options`` are in the order of the operator's spec.
+
+    Args:
+        form: what the operator's ``canonical`` needs to know beside tensors and options, hashable.
+
+    Returns:
+        the tensors, and in their places those that were not given and had to be made.
+    """
+    if torch.compiler.is_compiling():  # asked first: a compiler cannot read a ContextVar
+        return _traced(op, tensors, options, form, backend)
+    if (found := _only_checked.get()) is not None:
+        bound = _described(op, tensors, options, form)
+        found.append(Checked(bound[0], tensors))
+        return _allocated(tensors, bound[1])
+    first = tensors[0]
+    if torch_private.dispatch_modes() > 0 or type(first) is not Tensor or first.is_meta:
+        _tensors_only(op, tensors)
+        if _follows(first):
+            return _traced(op, tensors, options, form, backend)
+    return run(op, tensors, options, form, backend)
+
+
+def run(
+    op: Operator,
+    tensors: list[Tensor | None],
+    options: tuple[Any, ...],
+    form: Any = None,
+    backend: str | None = None,
+) -> list[Any]:
+    """Find or make the binding, allocate outputs, launch."""
+    if torch_private.transform() is not None:
+        raise SluiceError(NO_GRADIENT.format(op.name))  # torch.func: its tensors have no data
+    if torch_private.jit_trace() is not None:
+        raise SluiceError(_NO_JIT.format(op.name))
+    if backend is None:
+        backend = dispatch.forced()
+    try:
+        metas = tuple(
+            [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        )
+        bound = _bind(op.name, form, options, metas, backend)
+    except (AttributeError, TypeError):  # not a tensor, or an option without a hash
+        _tensors_only(op, tensors)
+        _describe(op, tuple(map(meta_of, tensors)), options, form)  # names what is wrong
+        raise
+    for i, shape, strides, dtype, device, zeros, like in bound.outputs:
+        if like is not None:
+            tensors[i] = torch.empty_like(tensors[like])  # type: ignore[arg-type]
+        else:
+            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            tensors[i] = x.zero_() if zeros else x
+    choice = bound.choice
+    if choice.special or validating():
+        choice = choice.ready(tensors, validating())
+    choice.launch(tensors)
+    return tensors
+
+
+@functools.lru_cache(maxsize=MOST_BOUND)
+def _bind(
+    name: str, form: Any, options: tuple[Any, ...], metas: tuple[Any, ...], backend: str | None
+) -> Bound:
+    op = OPERATORS[name]
+    described = tuple(None if m is None else Meta(*m) for m in metas)
+    spec, outputs = _describe(op, described, options, form)
+    return Bound(spec, outputs, dispatch.choose(spec, backend, op.check_values))
+
+
+def forget() -> None:
+    """Bind every call anew: for tests and sweeps that change what backends bind by."""
+    _bind.cache_clear()
+
+
+def _described(
+    op: Operator, tensors: Sequence[Tensor | None], options: tuple[Any, ...], form: Any
+) -> tuple[Any, tuple[Output, ...]]:
+    _tensors_only(op, tensors)
+    return _describe(op, tuple(map(meta_of, tensors)), options, form)
+
+
+def _describe(
+    op: Operator, given: tuple[Meta | None, ...], options: tuple[Any, ...], form: Any
+) -> tuple[Any, tuple[Output, ...]]:
+    """The checked spec, and the tensors to make."""
+    canonical = Canonical(given)
+    if form != CANONICAL:
+        canonical = op.canonical(op.spec.Tensors(*given), options, form)
+    spec = op.spec.make(op.name, canonical.tensors, options)
+    op.check(spec)
+    outputs, there = [], dict(enumerate(given))
+    for i, (name, before, after) in enumerate(
+        zip(op.spec.TENSORS, given, canonical.tensors, strict=True)
+    ):
+        if before is None and after is not None:
+            if canonical.restore is not None and name in canonical.results:
+                after = canonical.restore(after)
+            zeros = name in canonical.zeros
+            alike = (j for j, x in there.items() if x == after and not zeros and after.is_dense())
+            like = next(alike, None)
+            outputs.append(
+                Output(i, after.shape, after.strides, after.dtype, after.device, zeros, like)
+            )
+            there[i] = after
+    return spec, tuple(outputs)
+
+
+def _allocated(tensors: list[Tensor | None], outputs: Sequence[Output]) -> list[Any]:
+    """The tensors of a call that was only checked, with outputs on the meta device."""
+    for i, shape, strides, dtype, *_ in outputs:
+        tensors[i] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return tensors
+
+
+def meta_of(x: Tensor | None) -> Meta | None:
+    """What a tensor looks like."""
+    return None if x is None else Meta(x.shape, x.stride(), x.dtype, x.device)
+
+
+def _tensors_only(op: Operator, tensors: Sequence[object]) -> None:
+    for name, x in zip(op.spec.TENSORS, tensors, strict=True):
+        optional = "None" in op.spec.FIELDS[name] or name in op.mutates
+        if not isinstance(x, Tensor) and not (x is None and optional):
+            raise ContractError(op.name, dict(op.arguments).get(name, name), "a tensor", _kind(x))
+
+
+def _kind(x: object) -> str:
+    return type(x).__name__
+
+
+def _follows(x: Any) -> bool:
+    """Whether torch follows a call with this tensor: in a dispatch mode, or without data."""
+    if torch_private.dispatch_modes() > 0 or x.is_meta:
+        return True
+    return type(x) is not Tensor and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+_LOWERING = "sluice.integrations.onnx.lower"  # by name: it stands on the operators
+
+
+def _traced(
+    op: Operator,
+    tensors: list[Tensor | None],
+    options: tuple[Any, ...],
+    form: Any,
+    backend: str | None,
+) -> list[Any]:
+    """The call as one node of what torch traces."""
+    given = list(tensors)
+    canonical = op.canonical(op.spec.Tensors(*tensors), options, form)
+    if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
+        importlib.import_module(_LOWERING).lower(op, canonical.tensors, options, backend)
+    else:
+        getattr(torch.ops.sluice, op.name)(*canonical.tensors, *options, backend)
+    for i, name in enumerate(op.spec.TENSORS):
+        if given[i] is None:
+            made = canonical.tensors[i]
+            restored = canonical.restore is not None and name in canonical.results
+            given[i] = canonical.restore(made) if restored and made is not None else made  # type: ignore[misc]
+    return given
+
+
+def wants_gradient(*inputs: Tensor | None) -> bool:
+    """Whether autograd would follow a call with these inputs."""
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
+    """``output``, refusing a backward pass if any input wanted one: never a silent zero."""
+    if not wants_gradient(*inputs):
+        return output
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    if torch.compiler.is_compiling():
+        if torch.onnx.is_in_onnx_export():
+            return output  # a graph for inference: nobody can ask for a gradient
+        raise SluiceError(NO_GRADIENT.format(op))
+    refused: Tensor = _NoGradient.apply(op, output, *wanted)
+    return refused
+
+
+_NO_JIT = (
+    "{}: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, would keep the results of "
+    "this call as constants; use torch.export, torch.compile or torch.onnx.export(dynamo=True)"
+)
+NO_GRADIENT = "{}: no gradient is defined; call it under torch.no_grad() or inference_mode()"
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(op: str, output: Tensor, *inputs: Tensor) -> Tensor:
+        return output.data  # not a view: a state that comes back is written in place again
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise SluiceError(NO_GRADIENT.format(ctx.op))
+
+
+OPERATORS: dict[str, Operator] = {}
+"""Every operator by name; ``ops`` registers them."""
