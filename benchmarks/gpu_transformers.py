@@ -446,7 +446,7 @@ def main() -> None:
     if args.fla_path:
         sys.path.insert(0, args.fla_path)
     import sluice
-    from sluice.settings import for_peers
+    from sluice.bench.peer_environment import for_peers
 
     for_peers()
     choose_attention(args)

@@ -1,4 +1,4 @@
-"""What the CPU backend uses of Numba beyond its public interface: loud where one of them is gone."""
+"""What the CPU backend uses of Numba that is not public: loud where one of them is gone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import sluice
-from sluice import dispatch
+from sluice import calls, dispatch
 from sluice.testing.compare import assert_within
 from tests.suite import each_backend
 
@@ -267,16 +267,17 @@ def test_row_20_out_is_where_the_result_goes(op, backend):
 @pytest.mark.parametrize("op", OPTIONS)
 def test_row_20_backend_is_the_one_asked_for(op, monkeypatch):
     seen = []
-    kernels = dispatch._module("reference").kernel
+    bind = dispatch._module("reference").bind
 
-    def kernel(name: str) -> Any:
-        return lambda p, t: (seen.append(name), kernels(name)(p, t))
+    def watched(spec: Any) -> Any:
+        launch = bind(spec)
+        return lambda tensors: (seen.append(spec.op), launch(tensors))
 
-    monkeypatch.setattr(dispatch._module("reference"), "kernel", kernel)
-    dispatch._select.cache_clear()
+    monkeypatch.setattr(dispatch._module("reference"), "bind", watched)
+    calls.forget()
     getattr(sluice, op)(**_plain(op), backend="reference")
     assert seen == [op]
-    dispatch._select.cache_clear()
+    calls.forget()
     with pytest.raises(sluice.BackendError, match="got 'referenz'"):
         getattr(sluice, op)(**_plain(op), backend="referenz")
 
@@ -291,14 +292,16 @@ def test_row_20_lengths_on_the_host_are_held_to_the_device_s(op):
         getattr(sluice, op)(**call, cu_seqlens=bounds, cu_seqlens_cpu=torch.tensor([0, 4, 8]))
 
 
-@pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning")
 def test_row_20_batch_invariant_reaches_the_backend(monkeypatch):
     seen = []
-    select = dispatch.select
-    monkeypatch.setattr(dispatch, "select", lambda p, b=None: seen.append(p) or select(p, b))
+    bind = dispatch._module("reference").bind
+    monkeypatch.setattr(
+        dispatch._module("reference"), "bind", lambda spec: seen.append(spec) or bind(spec)
+    )
+    calls.forget()
     for wanted in (False, True):
-        sluice.prefill(**_delta(), batch_invariant=wanted)
-    assert [p.batch_invariant for p in seen] == [False, True]
+        sluice.prefill(**_delta(), batch_invariant=wanted, backend="reference")
+    assert [spec.batch_invariant for spec in seen] == [False, True]
 
 
 # ------------------------------------------------------------------------ gates, said both ways

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from sluice import dispatch, torch_private
 from sluice.contract.errors import ContractError, SluiceError
-from sluice.contract.spec import Meta, Spec
+from sluice.contract.meta import Meta
+from sluice.contract.spec import Spec
 from sluice.settings import validating
 
 CANONICAL = "canonical"
@@ -69,6 +70,8 @@ class Output(NamedTuple):
     zeros: bool
     like: int | None
     """A tensor of the call that looks the same: made like it, the output costs half the time."""
+    kin: int | None
+    """A tensor of the call with the same dtype and device: made by it, it costs less too."""
 
 
 class Bound(NamedTuple):
@@ -155,9 +158,11 @@ def run(
         _tensors_only(op, tensors)
         _describe(op, tuple(map(meta_of, tensors)), options, form)  # names what is wrong
         raise
-    for i, shape, strides, dtype, device, zeros, like in bound.outputs:
+    for i, shape, strides, dtype, device, zeros, like, kin in bound.outputs:
         if like is not None:
             tensors[i] = torch.empty_like(tensors[like])  # type: ignore[arg-type]
+        elif kin is not None:
+            tensors[i] = tensors[kin].new_empty_strided(shape, strides)  # type: ignore[union-attr]
         else:
             x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             tensors[i] = x.zero_() if zeros else x
@@ -207,19 +212,24 @@ def _describe(
             if canonical.restore is not None and name in canonical.results:
                 after = canonical.restore(after)
             zeros = name in canonical.zeros
-            alike = (j for j, x in there.items() if x == after and not zeros and after.is_dense())
-            like = next(alike, None)
-            outputs.append(
-                Output(i, after.shape, after.strides, after.dtype, after.device, zeros, like)
-            )
+            like = kin = None
+            for j, x in there.items():
+                if x is not None and not zeros and x[2:] == after[2:]:
+                    kin = j
+                    if x == after and after.is_dense():
+                        like = j
+            shape, strides, dtype, device = after
+            outputs.append(Output(i, shape, strides, dtype, device, zeros, like, kin))
             there[i] = after
     return spec, tuple(outputs)
 
 
 def _allocated(tensors: list[Tensor | None], outputs: Sequence[Output]) -> list[Any]:
-    """The tensors of a call that was only checked, with outputs on the meta device."""
-    for i, shape, strides, dtype, *_ in outputs:
-        tensors[i] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    """The tensors of a call that was only checked. Its outputs may go into another such call."""
+    for made in outputs:
+        tensors[made.place] = torch.empty_strided(
+            made.shape, made.strides, dtype=made.dtype, device=made.device
+        )
     return tensors
 
 

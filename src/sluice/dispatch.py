@@ -122,7 +122,7 @@ class Choice:
 
 def choose(spec: Spec, backend: str | None, check_values: CheckValues | None = None) -> Choice:
     """Choose a backend for ``spec`` and let it bind."""
-    return Choice(spec, explain(spec, backend), backend, check_values)
+    return Choice(spec, explain(spec, backend, briefly=True), backend, check_values)
 
 
 def misplaced(spec: Spec, tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
@@ -134,15 +134,20 @@ def misplaced(spec: Spec, tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
     )
 
 
-def explain(spec: Spec, backend: str | None = None, misplaced: Sequence[str] = ()) -> Explanation:
+def explain(
+    spec: Spec, backend: str | None = None, misplaced: Sequence[str] = (), briefly: bool = False
+) -> Explanation:
     """Which backend serves ``spec`` and why each one before it does not.
 
-    ``misplaced`` are tensors that do not begin at a multiple of 16 bytes.
+    ``misplaced`` are tensors that do not begin at a multiple of 16 bytes. ``briefly``: nothing is
+    said of the backends after the one that serves.
     """
     backend = _forced.get() if backend is None else backend
     _known(backend)
     chosen, refusals = None, []
     for name in ORDER:
+        if briefly and chosen is not None:
+            break
         reason = refusal(name, spec, misplaced)
         if backend is not None and name != backend:
             reason = f"not asked for (backend={backend!r})"

@@ -54,13 +54,16 @@ def extension_file() -> str | None:
     return getattr(torch._C, "__file__", None)
 
 
-def part(module: Any, name: str) -> Any:
-    """A child or a parameter of a module: ``getattr``, faster."""
-    for kept in (getattr(module, "_modules", None), getattr(module, "_parameters", None)):
-        found = None if kept is None else kept.get(name)
-        if found is not None:
-            return found
-    return getattr(module, name)
+def _part(module: Any, name: str) -> Any:
+    found = module._modules.get(name)
+    if found is None:
+        found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found
+
+
+_has_dictionaries = all(hasattr(torch.nn.Module(), x) for x in ("_modules", "_parameters"))
+part: Callable[[Any, str], Any] = _part if _has_dictionaries else getattr
+"""A child or a parameter of a module: ``getattr``, faster."""
 
 
 def tree_leaves(x: Any) -> list[Any]:

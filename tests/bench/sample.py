@@ -6,7 +6,7 @@ import torch
 
 from sluice.bench.floors import Floors
 from sluice.bench.plan import Wanted, workloads
-from sluice.bench.results import Results, Row, describe_workload
+from sluice.bench.results import Results, Row, Times, describe_workload
 
 # times over the floor, by provider: invented, and so is the machine
 SLOWNESS = {"sluice": 1.6, "fla": 4.0, "flashqla": 2.4, "flashinfer": 1.5}
@@ -14,8 +14,11 @@ ONLY = {"flashqla": ("prefill",), "flashinfer": ("prefill", "decode", "verify")}
 COPIES = [(1 << n, 2e-6 + (1 << n) / 4.2e12) for n in range(18, 31, 2)]
 
 
-def sample(scale: float = 1.0, spread: float = 0.02) -> Results:
-    """All of the GPU surface; ``scale`` multiplies sluice's times, ``spread`` is their noise."""
+def sample(scale: float = 1.0, spread: float = 0.02, eager: bool = True) -> Results:
+    """All of the GPU surface; ``scale`` multiplies sluice's times, ``spread`` is their noise.
+
+    Without ``eager`` as an earlier version wrote them: no times of eager calls.
+    """
     floors = Floors(COPIES, {"bfloat16": 7.8e14})
     chosen = workloads("cuda", Wanted(), torch.bfloat16)
     described = [describe_workload(w, torch.bfloat16) for w in chosen]
@@ -34,6 +37,9 @@ def sample(scale: float = 1.0, spread: float = 0.02) -> Results:
             median = 2e-6 + floor * slowness * (1 + 0.4 * ((n * 7 + m * 3) % 5) / 5)
             median *= scale if name == "sluice" else 1.0
             row.set_samples([median * (1 + spread * (k - 10) / 8) for k in range(21)])
+            if eager:
+                row.host = Times.of([2e-5 * (m + 1) * x for x in (0.9, 1.0, 1.2)])
+                row.eager = Times.of([row.host.median_s + median * x for x in (0.9, 1.0, 1.2)])
             row.detail = "triton" if name == "sluice" else ""
             row.method = "events" if name == "flashqla" else "graph"
             row.errors, row.sets = {"o": 3e-3, "state": 1e-3}, 8

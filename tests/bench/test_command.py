@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from tests.bench.sample import sample
 
 from sluice import cli
-from sluice.bench import floors
+from sluice.bench import command, floors
 from sluice.bench import session as sessions
 
 TINY = ["--preset", "qwen3.5-27b", "--tp", "16", "--rounds", "2", "--seconds", "0.01"]
@@ -62,6 +63,20 @@ def test_the_whole_surface_on_a_gpu_has_sluice_in_other_ways(narrow, capsys, mon
     whole = "providers: sluice, sluice:separate, sluice:invariant, sluice:triton, fla"
     expected = {0: whole, 1: "providers: sluice, fla", 2: "providers: sluice"}
     assert last == expected[len(narrow)]
+
+
+def test_only_a_gpu_has_eager_times_beside_others_and_few_seconds_of_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+
+    def seconds(*arguments):
+        _, options = command._prepare(parser.parse_args(["bench", "decode", *arguments]))
+        return options.eager_seconds
+
+    assert seconds("--device", "cpu") == 0.0
+    assert 0.05 <= seconds("--device", "cuda") <= 0.15
+    assert 0.05 <= seconds("--device", "cuda", "--quick") <= 0.15
 
 
 def test_results_can_be_shown_again(tmp_path, capsys):

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 
+from sluice.bench import session as session_module
 from sluice.bench import timing_gpu
 from sluice.bench.check import Answer
 from sluice.bench.providers.base import Call
@@ -163,3 +164,65 @@ def test_graphs_can_be_switched_off(device):
     timer = timing_gpu.Timer(doubling(device), graphs=False)
     timer.warm_up()
     assert timer.method == "events"
+
+
+# ------------------------------------------------------------------------------------- later calls
+
+
+def forgetful(device):
+    """A call that works once: later ones launch nothing and return the buffer of the first."""
+    y, counter = torch.empty(4), torch.zeros(1)
+    todo = [1]
+
+    def run():
+        if todo:
+            todo.pop()
+            device.launch(lambda: (y.fill_(2.0), counter.add_(1)))
+        return y, counter
+
+    return Call(run, lambda r: {"y": r[0], "state": r[1]}, mutable=(counter,))
+
+
+def test_a_later_call_begins_from_the_state_it_is_given(device):
+    timer = timing_gpu.Timer(doubling(device))
+    before = [x.clone() for x in timer.calls[0].mutable]
+    timer.warm_up()
+    y, counter = timer.repeated(before)
+    assert torch.equal(y, torch.full((4,), 2.0))
+    assert counter.item() == 1.0
+
+
+def test_a_later_call_that_does_nothing_is_found_out(device):
+    timer = timing_gpu.Timer([forgetful(device)], graphs=False)
+    timer.warm_up()
+    y, counter = timer.repeated([torch.zeros(1)])
+    assert torch.isnan(y).all()
+    assert counter.item() == 0.0
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_row_whose_later_calls_are_wrong_is_not_timed(right, device, small, monkeypatch):
+    """Only a later call can be wrong here: the first one is right in both cases."""
+    monkeypatch.setattr(session_module, "MOST_SETS", 2)
+    monkeypatch.setattr(session_module.timing_cpu, "Timer", timing_gpu.Timer)
+    make = (lambda device: doubling(device, 1)[0]) if right else forgetful
+    session = Session("torch", "cpu", 1)
+    monkeypatch.setattr(session.provider, "prepare", lambda job: make(device))
+    exact = {"y": torch.full((4,), 2.0), "state": torch.ones(1)}
+    answer = Answer({n: x.double() for n, x in exact.items()}, dict.fromkeys(exact, 1e-5))
+    verdict = session.check(small("decode", "N=1"), torch.float32, ({"x": torch.ones(4)}, answer))
+    assert verdict["status"] == ("ok" if right else "wrong"), verdict["reason"]
+    assert (session.timer is not None) == right
+
+
+def test_a_session_times_eager_calls_without_gradients(device):
+    session = Session("torch", "cpu", 1)
+    graded = []
+    call = Call(lambda: graded.append(torch.is_grad_enabled()), dict)
+    session.timer = timing_gpu.Timer([call])
+    found = session.eager(0.001)
+    assert set(found) == {"host", "wall"}
+    assert all(x >= 0 for samples in found.values() for x in samples)
+    assert set(graded) == {False}
+    session.release()
+    assert session.timer is None

@@ -67,6 +67,16 @@ def test_the_table_is_there_without_a_script(page):
     assert text.count("<tr") > len(sample().workloads)
     assert "wrong: o: relative error 3.00e-02 &gt; 1.00e-02" in text
     assert "pip install it" in text
+    assert '<th class="n">host µs</th><th class="n">eager µs</th>' in text
+
+
+def test_every_row_of_the_table_is_as_wide_as_its_head(page):
+    text = page.read_text(encoding="utf-8").split("<script")[0]
+    head, *rows = re.findall(r"<tr.*?</tr>", text)
+    wide = head.count("<th")
+    for row in rows:
+        spans = [int(x) - 1 for x in re.findall(r'colspan="(\d+)"', row)]
+        assert row.count("<td") + sum(spans) == wide, row
 
 
 def test_ways_to_call_sluice_that_there_is_no_need_for_are_no_news(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from tests.bench.sample import sample
 
 from sluice import cli
-from sluice.bench import compare, docs, table
+from sluice.bench import compare, docs, html, table
 from sluice.bench.results import Results, Row, microseconds, percentile, rate
 from sluice.contract.errors import SluiceError
 
@@ -42,6 +42,30 @@ def test_results_of_an_earlier_version_have_no_time_of_checks(tmp_path):
     assert after.rows[0].median_s == before.rows[0].median_s
 
 
+def test_results_of_an_earlier_version_have_no_eager_calls(tmp_path, capsys):
+    """They are loaded and shown, in the columns that they have."""
+    sample(eager=False).save(tmp_path / "a.json")
+    data = json.loads((tmp_path / "a.json").read_text())
+    for row in data["rows"]:
+        del row["host"], row["eager"]
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    after = Results.load(tmp_path / "b.json")
+    assert not after.has_eager
+    table.show(after)
+    assert "eager" not in capsys.readouterr().out
+    assert "eager" not in html.page(after).split("<script")[0]
+    assert {x["eager_us"] for x in csv.DictReader(io.StringIO(after.to_csv()))} == {""}
+
+
+def test_times_of_eager_calls_are_the_same_after_they_were_kept(tmp_path):
+    before = sample()
+    before.save(tmp_path / "a.json")
+    row = Results.load(tmp_path / "a.json").rows[0]
+    assert row.host == before.rows[0].host
+    assert row.eager == before.rows[0].eager
+    assert (row.host.p10_s, row.host.samples) == (pytest.approx(1.84e-5), 3)
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"schema": 99}'])
 def test_a_file_that_is_something_else_is_refused(text, tmp_path):
     (tmp_path / "a.json").write_text(text)
@@ -57,6 +81,8 @@ def test_csv_has_a_line_for_each_row():
     assert first["provider"] == "sluice"
     assert float(first["median_us"]) == pytest.approx(results.rows[0].median_s * 1e6, rel=1e-4)
     assert float(first["gflop_per_s"]) > 0
+    assert float(first["host_us"]) == 20.0
+    assert float(first["eager_us"]) == pytest.approx(float(first["median_us"]) + 20, abs=1e-3)
     wrong = next(x for x in lines if x["status"] == "wrong")
     assert wrong["median_us"] == ""
     assert "relative error" in wrong["reason"]
@@ -99,6 +125,21 @@ def test_the_table_says_what_failed_and_never_gives_it_a_time(capsys):
     for line in out.splitlines():
         if "WRONG" in line:
             assert "graph" not in line
+
+
+def test_eager_times_stand_beside_those_of_a_graph():
+    results = sample()
+    names = table.head(results)
+    assert names[2:6] == ("µs", "p10-p90", "host µs", "eager µs")
+    for workload, rows in table.lines(results).items():
+        assert all(len(row) == len(names) for row in rows), workload
+        for row in rows:
+            assert (row[4] == "") == (row[2] == "WRONG")
+    ours = next(iter(table.lines(results).values()))[0]
+    first = results.rows[0]
+    assert dict(zip(names, ours, strict=True))["host µs"] in ("20.0", "40.0", "60.0", "80.0")
+    assert microseconds(first.eager.median_s) == table.eager(first)[1]
+    assert any("eager call returns after host µs" in line for line in table.footer(results))
 
 
 def test_a_busy_machine_is_said(capsys):
@@ -252,6 +293,7 @@ def test_a_document_that_asks_for_other_results_is_left_alone(tmp_path, capsys):
         ("gpu dekode", "nothing in gpu matches"),
         ("gpu decode/raw", "nothing in gpu"),
         ("gpu columns=fla", "expected peers="),
+        ("gpu times=graph", "expected times=eager"),
     ],
 )
 def test_a_comment_that_makes_no_sense_is_refused(comment, message):
@@ -317,6 +359,45 @@ def test_versions_are_named_of_peers_only():
 def test_a_peer_that_failed_is_named_wrong_in_the_table():
     text = docs.table(sample(), docs.parse("gpu prefill sizes=8x4096"))
     assert "| wrong |" in text
+
+
+EAGER = "gpu prefill:8192,8x4096 decode:N=1 peers=flashinfer,fla models=Qwen3.5-35B-A3B times=eager"
+
+
+def test_eager_calls_have_a_table_of_their_own():
+    results = sample()
+    results.row("decode/Qwen3.5-35B-A3B/tp1/N=1", "flashinfer").method = "events"
+    head, _, *rows = docs.table(results, docs.parse(EAGER)).splitlines()
+    titles = ("sluice", "FLA", "FlashInfer")
+    columns = [f"{who} {time}, µs" for who in titles for time in ("host", "eager", "graph")]
+    assert [x.strip() for x in head.split("|")[3:-1]] == columns
+    shown = {x.split("|")[1].strip(): [y.strip() for y in x.split("|")[3:-1]] for x in rows[:4]}
+    assert len(shown) == 4
+    for workload in results.workloads:
+        label = docs._label(workload)
+        if label not in shown:
+            continue
+        ours = results.row(workload["name"], "sluice")
+        for n, name in enumerate(("sluice", "fla", "flashinfer")):
+            row, cells = results.row(workload["name"], name), shown[label][3 * n : 3 * n + 3]
+            if not row.ok:
+                assert cells == ["wrong", "", ""]
+                continue
+            ratio = table.times_faster(row.eager.median_s, ours.eager.median_s)
+            note = "" if name == "sluice" else f" ({ratio})"
+            how = "" if row.method == "graph" else " (events)"
+            assert cells == [
+                microseconds(row.host.median_s),
+                microseconds(row.eager.median_s) + note,
+                microseconds(row.median_s) + how,
+            ]
+    assert any("(events)" in cell for cells in shown.values() for cell in cells)
+    assert ["wrong", "", ""] in [cells[3:6] for cells in shown.values()]
+
+
+def test_results_without_eager_calls_say_so_in_a_document():
+    text = docs.table(sample(eager=False), docs.parse(EAGER))
+    assert text == "Not measured yet: `gpu.json` has no times of eager calls.\n"
 
 
 def test_the_documents_are_made_from_the_committed_results():

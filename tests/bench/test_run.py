@@ -108,6 +108,37 @@ def test_a_call_that_fails_when_repeated_loses_its_time(small, monkeypatch):
     assert results.row(row.workload, "sluice").ok
 
 
+def test_eager_calls_are_timed_in_every_round_where_the_output_was_right(small, monkeypatch):
+    asked = []
+
+    class Eager(Local):
+        def send(self, method, *arguments):
+            if method != "eager":
+                return super().send(method, *arguments)
+            asked.append((self.name, *arguments))
+            self.reply = {"host": [2.0, 1.0], "wall": [float(len(asked))]}
+            return None
+
+    monkeypatch.setattr(run, "Local", Eager)
+    chosen = [small("conv_qkv", "5+3")]  # torch refuses packed prompts
+    results = run.run(chosen, options(eager_seconds=0.3), lambda step: None)
+    assert asked == [("sluice", pytest.approx(0.1))] * 3
+    ours, torchs = results.rows
+    assert (ours.host.median_s, ours.host.samples) == (1.5, 6)
+    assert (ours.eager.median_s, ours.eager.samples) == (2.0, 3)
+    assert ours.median_s is not None
+    assert torchs.status == "refused"
+    assert torchs.host is torchs.eager is None
+
+
+def test_an_eager_call_that_fails_loses_the_row_its_times(small):
+    """On a CPU there is no eager timer, which is failure enough."""
+    results = run.run([small("decode", "N=1")], options(eager_seconds=0.3), lambda step: None)
+    for row in results.rows:
+        assert row.status == "error"
+        assert row.median_s is row.host is row.eager is None
+
+
 def test_what_is_left_when_the_time_is_spent_is_listed(small):
     results = run.run([small("decode", "N=1")], options(time_limit=0.0), lambda step: None)
     assert {r.status for r in results.rows} == {"skipped"}
@@ -232,6 +263,9 @@ def test_a_process_of_its_own_gives_the_same_answers(small):
         assert len(worker.receive(60)) == 3
         worker.send("time", "nonsense")
         with pytest.raises(WorkerError, match="TypeError"):
+            worker.receive(60)
+        worker.send("eager", 0.01)  # reaches the session, whose timer on a CPU has no such times
+        with pytest.raises(WorkerError, match="AttributeError.*eager"):
             worker.receive(60)
     finally:
         worker.close()

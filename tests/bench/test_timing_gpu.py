@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
@@ -43,6 +45,14 @@ def test_a_call_that_synchronises_is_timed_by_events():
     assert len(timer.block(0.0, 6, 1.0)) >= 6
 
 
+def test_an_eager_call_returns_before_its_result_is_there():
+    timer = timing_gpu.Timer(calls(size=1 << 26))
+    found = timer.eager.block(0.05)
+    host, wall = (statistics.median(found[name]) for name in ("host", "wall"))
+    assert 0 < host < wall < 0.01
+    timer.close()
+
+
 def test_sluice_is_right_when_replayed(small):
     workload = small("decode", "N=4", torch.bfloat16)
     inputs = workload.case.inputs(torch.bfloat16, "cuda")
@@ -52,6 +62,7 @@ def test_sluice_is_right_when_replayed(small):
     verdict = session.check(workload, torch.bfloat16, (inputs, answer))
     assert verdict["status"] == "ok", verdict["reason"]
     assert session.time(0.01, 3, 1.0)
+    assert all(session.eager(0.01).values())
     session.release()
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from tests.bench.stand_ins import Spy
 
-from sluice import settings
 from sluice.bench import ahead, plan, run
 from sluice.bench import session as sessions
 from sluice.bench.check import Answer
+from sluice.bench.peer_environment import for_peers
 from sluice.bench.providers import provider
 
 LATER = 1e9  # seconds on the steady clock
@@ -129,7 +129,7 @@ def test_a_process_of_a_run_reads_and_keeps_no_tuning_results(monkeypatch):
         monkeypatch.setenv(name, "1")
     for name in ("FLA_DISABLE_BACKEND_DISPATCH", "TRANSFORMERS_VERBOSITY"):
         monkeypatch.setenv(name, "1")
-    settings.for_peers()
+    for_peers()
     code = (
         "import os; print(os.environ['FLA_CACHE_RESULTS'], os.environ['TRITON_CACHE_AUTOTUNING'])"
     )

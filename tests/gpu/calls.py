@@ -2,132 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-import sluice
+from sluice import ops
+from sluice.layers.qwen import QwenShape
+from sluice.model_calls import Kinds, ModelCall, ModelCalls
 
 BF16, FP32 = torch.bfloat16, torch.float32
-Call = Callable[[], Any]
 
 
-class Model:
-    """The tensors of one layer of a Qwen model with these heads, small in everything else."""
+class Serving(ModelCalls):
+    """Rows with states, views of one projection, raw gates; nothing of a call waits for a GPU."""
 
-    def __init__(
-        self,
+    SLOTS = 3
+
+    @classmethod
+    def of(
+        cls,
         HK: int = 16,
         HV: int = 32,
         K: int = 128,
         V: int = 128,
         state: torch.dtype = FP32,
         layout: str = "vk",
-        device: str = "cpu",
-    ) -> None:
-        self.HK, self.HV, self.K, self.V, self.device = HK, HV, K, V, device
-        self.D = 2 * HK * K + HV * V
-        self.layout, self.state_dtype = layout, state
-        tail = (V, K) if layout == "vk" else (K, V)
-        self.state = torch.zeros(3, HV, *tail, dtype=state, device=device)
-        self.window = self.zeros(3, self.D, 3)
-        self.slots = torch.arange(2, dtype=torch.int32, device=device)
-        self.rates = {"A_log": self.zeros(HV, dtype=FP32), "dt_bias": self.zeros(HV, dtype=FP32)}
-        self.weight = self.zeros(self.D, 4)
+        device: str = "meta",
+        order: Any = "split",
+    ) -> Serving:
+        """A model with these heads, small in everything else."""
+        shape = QwenShape("", 64, HK, HV, 4, (0, 1, 2), K, V, order=order)
+        return cls(shape, Kinds(BF16, FP32, state, layout, torch.int32), device)
 
-    def zeros(self, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=self.device)
+    def rows(self, N: int) -> dict[str, Any]:
+        return {"slots": torch.arange(N, dtype=self.kinds.slots_dtype, device=self.device)}
 
-    def delta(self, T: int) -> dict[str, Any]:
-        """Strided views of one projection, raw gates, l2 norm inside, pooled state."""
-        qkvz, ba = self.zeros(2, T, self.D + self.HV * self.V), self.zeros(2, T, 2 * self.HV)
-        keys, values = self.HK * self.K, self.HV * self.V
+    def known(self, N: int) -> dict[str, Any]:
+        return {"has_state": torch.ones(N, dtype=torch.bool, device=self.device)}
+
+    def packed(self, N: int, T: int) -> dict[str, Any]:
+        return {**super().packed(N, T), **self.known(N)}
+
+    def decode(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
+        s = self.shape
+        keys, values = s.num_k_heads * s.head_k_dim, s.value_dim
+        qkvz, ba = self.zeros(N, T, s.conv_channels + values), self.zeros(N, T, 2 * s.num_v_heads)
         q, k, v, _ = qkvz.split([keys, keys, values, values], dim=-1)
-        b, a = ba.split([self.HV, self.HV], dim=-1)
-        heads = {"q": (q, self.HK), "k": (k, self.HK), "v": (v, self.HV)}
-        tensors = {name: x.unflatten(-1, (H, -1)) for name, (x, H) in heads.items()}
-        tensors |= {"g": a, "beta": b, "state": self.state, "slots": self.slots, **self.rates}
-        return {**tensors, "normalize_qk": True, "state_layout": self.layout}
+        b, a = ba.split([s.num_v_heads] * 2, dim=-1)
+        heads = (q, s.num_k_heads), (k, s.num_k_heads), (v, s.num_v_heads)
+        rates = {name: self.weights[name] for name in ("A_log", "dt_bias")}
+        options = {**self.state, **self.rows(N), **rates, "normalize_qk": True}
+        return (*(x.unflatten(-1, (H, -1)) for x, H in heads), a, b), options
 
-    def decode(self, T: int = 1) -> Any:
-        return sluice.decode(**self.delta(T))
+    def commit(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
+        (draft, accepted), options = super().commit(N, T)
+        return (draft, torch.full_like(accepted, T, dtype=self.kinds.slots_dtype)), options
 
-    def verify(self, T: int = 4) -> Any:
-        x = self.zeros(2, T, self.D)
-        _, draft = sluice.verify(**self.delta(T), conv_inputs=x, conv_state=self.window)
-        return sluice.commit(draft, torch.full_like(self.slots, T))
+    def conv_of_known_rows(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
+        arguments, options = self.causal_conv1d(N, T, None)
+        return arguments, {**options, **self.known(N)}
 
-    def step(self, T: int = 1, order: str = "split", pooled: bool = True) -> Any:
-        rows = {"slots": self.slots} if pooled else {}
-        return sluice.step(
-            self.zeros(2, T, self.D + self.HV * self.V),
-            self.zeros(2, T, 2 * self.HV),
-            conv_weight=self.weight,
-            norm_weight=self.zeros(self.V),
-            conv_state=self.window if pooled else self.window[:2],
-            state=self.state if pooled else self.state[:2],
-            state_layout=self.layout,
-            order=order,
-            **rows,
-            **self.rates,
-        )
-
-    def packed(self, T: int) -> dict[str, Any]:
-        bounds = self.slots.new_zeros(3)  # torch.tensor(list) would wait for the device
-        bounds[1:2].fill_(1)
-        bounds[2:].fill_(T)
-        known = torch.ones(2, dtype=torch.bool, device=self.device)
-        rows = {"slots": self.slots, "has_state": known, "cu_seqlens": bounds}
-        return {"x": self.zeros(T, self.D), "weight": self.weight, "state": self.window, **rows}
-
-    def conv(self, T: int = 64) -> Any:
-        return sluice.causal_conv1d(**self.packed(T))
-
-    def conv_of_one_token(self) -> Any:
-        known = torch.ones(2, dtype=torch.bool, device=self.device)
-        rows = {"slots": self.slots, "has_state": known}
-        x = self.zeros(2, 1, self.D)
-        return sluice.causal_conv1d(x, self.weight, state=self.window, **rows)
-
-    def conv_qkv(self, T: int = 64) -> Any:
-        gates = {"a": self.zeros(T, self.HV), "b": self.zeros(T, self.HV), **self.rates}
-        heads = {"num_k_heads": self.HK, "num_v_heads": self.HV}
-        heads |= {"head_k_dim": self.K, "head_v_dim": self.V}
-        return sluice.conv_qkv(**self.packed(T), **gates, **heads)
-
-    def norm(self) -> Any:
-        x = self.zeros(2, self.HV, 2 * self.V)[..., : self.V]
-        return sluice.rms_norm_gated(x, x, self.zeros(self.V))
+    def rms_norm_gated(self, T: int) -> tuple[Any, dict[str, Any]]:
+        (x, _, weight), options = super().rms_norm_gated(T)
+        x = torch.cat((x, x), -1)[..., : x.shape[-1]]
+        return (x, x, weight), options
 
 
-def production(device: str = "cpu") -> Iterator[tuple[str, Call]]:
-    """By name, calls of every kernel as a serving process makes them."""
+def production(device: str = "meta") -> Iterator[ModelCall]:
+    """Calls of every kernel as a serving process makes them; their names begin with the kernel's."""
+
+    def named(model: Serving, what: str, op: str, *sizes: Any) -> ModelCall:
+        return model.call(op, "", *sizes)._replace(name=what)
+
     for state, short in ((FP32, "fp32"), (BF16, "bf16")):
-        model = Model(state=state, device=device)
-        yield f"decode, {short} state", model.decode
-        yield f"decode of 4 tokens, {short} state", lambda m=model: m.decode(4)
-        yield f"verify and commit, {short} state", model.verify
-        yield f"step, {short} state", model.step
-        yield f"step of 4 tokens, {short} state", lambda m=model: m.step(4)
+        model = Serving.of(state=state, device=device)
+        yield named(model, f"decode, {short} state", "decode", 2, 1)
+        yield named(model, f"decode of 4 tokens, {short} state", "decode", 2, 4)
+        yield named(model, f"verify, {short} state", "verify", 2, 4)
+        yield named(model, f"commit, {short} state", "commit", 2, 4)
+        yield named(model, f"step, {short} state", "step", 2, 1, True)
+        yield named(model, f"step of 4 tokens, {short} state", "step", 2, 4, True)
     for K in (64, 256):
-        model = Model(HK=2, HV=4, K=K, V=K, device=device)
-        yield f"decode, K = V = {K}", model.decode
-        yield f"step, K = V = {K}", model.step
+        model = Serving.of(2, 4, K, K, device=device)
+        yield named(model, f"decode, K = V = {K}", "decode", 2, 1)
+        yield named(model, f"step, K = V = {K}", "step", 2, 1, True)
     for state, short in ((FP32, "fp32"), (BF16, "bf16")):
-        model = Model(layout="kv", state=state, device=device)
-        yield f"decode, kv, {short} state", model.decode
-        yield f"step, kv, {short} state", model.step
-        yield f"step, kv, {short} state, dense", lambda m=model: m.step(pooled=False)
-    one = Model(HK=1, HV=3, device=device)
-    yield "step, one key head, r = 3", one.step
-    yield "step of 4 tokens, interleaved", lambda: one.step(4, "interleaved")
-    model = Model(device=device)
-    yield "conv", model.conv
-    yield "conv of one token", model.conv_of_one_token
-    yield "conv of few tokens", lambda: model.conv(6)
-    yield "conv_qkv", model.conv_qkv
-    yield "conv_qkv, few tokens a sequence", lambda: model.conv_qkv(6)
-    yield "conv_qkv, many tokens", lambda: model.conv_qkv(4200)
-    yield "conv_qkv, one token a sequence", lambda: model.conv_qkv(2)
-    yield "norm", model.norm
+        model = Serving.of(layout="kv", state=state, device=device)
+        yield named(model, f"decode, kv, {short} state", "decode", 2, 1)
+        yield named(model, f"step, kv, {short} state", "step", 2, 1, True)
+        yield named(model, f"step, kv, {short} state, dense", "step", 2, 1, False)
+    one = Serving.of(1, 3, device=device)
+    yield named(one, "step, one key head, r = 3", "step", 2, 1, True)
+    one = Serving.of(1, 3, device=device, order="interleaved")
+    yield named(one, "step of 4 tokens, interleaved", "step", 2, 4, True)
+    model = Serving.of(device=device)
+    yield named(model, "conv", "causal_conv1d", 2, 32, True)
+    known = named(model, "conv of one token", "causal_conv1d", 2, 1, None)
+    yield known._replace(make=lambda: model.conv_of_known_rows(2, 1))
+    yield named(model, "conv of few tokens", "causal_conv1d", 2, 3, True)
+    yield named(model, "conv_qkv", "conv_qkv", 2, 32, True)
+    yield named(model, "conv_qkv, few tokens a sequence", "conv_qkv", 2, 3, True)
+    yield named(model, "conv_qkv, many tokens", "conv_qkv", 2, 2100, True)
+    yield named(model, "conv_qkv, one token a sequence", "conv_qkv", 2, 1, True)
+    yield named(model, "norm", "rms_norm_gated", 2)
+
+
+NAMES = [call.name for call in production()]
+"""Of :func:`production`."""
+
+
+def by_name(name: str, device: str = "meta") -> ModelCall:
+    """One call of :func:`production`."""
+    return next(call for call in production(device) if call.name == name)
+
+
+def prepared(call: ModelCall) -> Any:
+    """A function that makes the call with arguments that are there, as often as one likes."""
+    arguments, options = call.make()
+    return lambda: getattr(ops, call.op)(*arguments, **options)

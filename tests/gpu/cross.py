@@ -1,10 +1,10 @@
-"""Compile the backend's kernels for a GPU that is absent, with the arguments of a real call.
+"""Compile the kernels of a call for a GPU that is absent.
 
-    launches = captured(lambda: sluice.decode(..., backend="triton"))
-    compile_for(launches[0], TARGETS["sm_90"])
+    with gpu_like("sm_90") as device:
+        (call,) = kernel_calls(lambda: sluice.decode(...), device)
+    compile_for(call, "sm_90")
 
-A call is made with CPU tensors; instead of running, each launch's kernel, arguments and options are
-taken and compiled as Triton would for these arguments (dtypes, alignment, constants).
+The call is only checked, and its kernels bound as on that GPU; nothing is loaded or launched.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.language import target_info
 
-from sluice import dispatch
-from sluice.backends import triton as backend
-from sluice.backends.triton import launch as launching
+from sluice import calls
+from sluice.backends import hopper, module_of
+from sluice.backends import triton as portable
+from sluice.backends.triton import compiler, gpu
+from sluice.backends.triton.arguments import KernelCall
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -33,27 +35,10 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
-
-
-class Launch(NamedTuple):
-    """The arguments of one launch."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.kernel.fn.__name__
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+"""Shared memory per program, kB."""
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+DEVICE = torch.device("cuda", 0)
 
 
 class Resources(NamedTuple):
@@ -65,55 +50,42 @@ class Resources(NamedTuple):
     instructions: int | None
 
 
-def captured(call: Callable[[], Any]) -> list[Launch]:
-    """The launches that ``call`` would make."""
-    found: list[Launch] = []
-    with _capturing(lambda *launch: found.append(Launch(*launch))):
-        call()
-    return found
-
-
 @contextlib.contextmanager
-def _capturing(run: Callable[..., None]) -> Iterator[None]:
-    saved = launching.run, dispatch.select
-    launching.run = run
-    dispatch.select = lambda problem, _=None: backend.kernel(problem.op)
-    try:
-        yield
-    finally:
-        launching.run, dispatch.select = saved
+def gpu_like(name: str) -> Iterator[torch.device]:
+    """In this scope the device has the facts of such a GPU."""
+    target = TARGETS[name]
+    capability = divmod(target.arch, 10) if target.backend == "cuda" else (0, 0)
+    facts = {"capability": capability, "processors": PROCESSORS[name]}
+    facts["shared_memory"] = SHARED[name] << 10
+    with contextlib.ExitStack() as patches:
+        for fact, value in facts.items():
+            patches.enter_context(mock.patch.object(gpu, fact, lambda _, value=value: value))
+        if target.backend == "hip":
+            patches.enter_context(mock.patch.object(torch.version, "hip", "6.4"))
+        yield DEVICE
 
 
-def source(launch: Launch) -> ASTSource:
-    """The kernel specialised to the launch's arguments, as a call on a GPU would."""
-    fn, signature, constants, attributes = launch.kernel, {}, {}, {}
-    for i, parameter in enumerate(fn.params):
-        value, name = launch.arguments[parameter.name], parameter.name
-        free = parameter.do_not_specialize
-        if (
-            parameter.is_constexpr
-            or value is None
-            or (type(value) is int and value == 1 and not free)
-        ):
-            signature[name] = "constexpr"
-            constants[(i,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-            aligned = not parameter.do_not_specialize_on_alignment
-        elif isinstance(value, float):
-            signature[name], aligned = "fp32", False
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            aligned = not free and value % 16 == 0
-        if aligned:  # tensors of these tests start at multiples of 64 bytes
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn, signature=signature, constexprs=constants, attrs=attributes)
+def specs_of(call: Callable[[], Any], device: torch.device = DEVICE) -> list[Any]:
+    """The specs of the calls that ``call`` makes, on a device. Nothing runs."""
+    with calls.check_only() as found:
+        call()
+    return [spec.on(device) for spec, _ in found]
 
 
-def compile_for(launch: Launch, target: GPUTarget) -> Any:
-    """The compiled kernel, for ``target``."""
-    saved = target_info.current_target
+def kernel_calls(call: Callable[[], Any], device: torch.device = DEVICE) -> list[KernelCall]:
+    """The kernels that Triton's backend launches for ``call``."""
+    return [launched for spec in specs_of(call, device) for launched in bound(spec).calls]
+
+
+def bound(spec: Any, package: Any = portable) -> Any:
+    """A backend's launches of a spec, not compiled."""
+    assert package in (portable, hopper)
+    return module_of(package.__name__, package.OPS, spec.op).launches(spec)
+
+
+def compile_for(call: KernelCall, name: str) -> Any:
+    """The compiled kernel, for a target."""
+    target, saved = TARGETS[name], target_info.current_target
 
     def current_target() -> GPUTarget:  # queried during compilation
         return target
@@ -121,7 +93,7 @@ def compile_for(launch: Launch, target: GPUTarget) -> Any:
     current_target.__triton_builtin__ = True
     target_info.current_target = current_target
     try:
-        return triton.compile(source(launch), target=target, options=dict(launch.options))
+        return compiler.compile_variant(compiler.variant(call), target)
     finally:
         target_info.current_target = saved
 

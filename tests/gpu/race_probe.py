@@ -17,12 +17,11 @@ from __future__ import annotations
 import sys
 
 import torch
+from sluice.backends.hopper.prefill_maker import end_rows
+from sluice.backends.hopper.prefill_tiles import barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from sluice.backends.hopper.prefill_maker import end_rows
-from sluice.backends.hopper.prefill_tiles import barrier
 
 SIZE, ROUNDS, SLOTS = 64, 16, 2
 

@@ -7,15 +7,16 @@ python -m tests.gpu.test_cross_compile [sm_80 sm_90 sm_100 gfx942]      prints t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 pytest.importorskip("triton")
 
 from sluice.backends.triton import interpreted
-from tests.gpu.calls import Call, production
-from tests.gpu.cross import TARGETS, Resources, captured, compile_for, resources
+from sluice.model_calls import ModelCall
+from tests.gpu.calls import NAMES, by_name, production
+from tests.gpu.cross import TARGETS, Resources, compile_for, gpu_like, kernel_calls, resources
 
 pytestmark = [
     pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
@@ -36,18 +37,20 @@ def allowed(name: str, target: str) -> int:
     return 256 if target == "gfx942" else 160
 
 
-def measured(target: str, calls: dict[str, Call]) -> Iterator[tuple[str, str, Resources]]:
+def measured(target: str, calls: Iterable[ModelCall]) -> Iterator[tuple[str, str, Resources]]:
     """(call, kernel, resources) of all launches of the calls."""
-    for name, call in calls.items():
-        for launch in captured(call):
-            yield name, launch.name, resources(compile_for(launch, TARGETS[target]))
+    with gpu_like(target) as device:
+        for call in calls:
+            for launched in kernel_calls(call.run, device):
+                used = resources(compile_for(launched, target))
+                yield call.name, launched.kernel.__name__, used
 
 
-@pytest.mark.parametrize("name", dict(production()))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_kernel_compiles_and_fits(target, name):
     """No spills beyond the stated ones, and no more shared memory than the smallest GPU has."""
-    found = list(measured(target, {name: dict(production())[name]}))
+    found = list(measured(target, [by_name(name)]))
     assert found
     for _, kernel, used in found:
         assert used.spills <= allowed(name, target), f"{kernel} for {target}: {used}"
@@ -57,7 +60,7 @@ def test_a_kernel_compiles_and_fits(target, name):
 def main() -> None:
     for target in sys.argv[1:] or TARGETS:
         print(f"\n{target:42} registers  stack  shared  instructions")
-        for name, kernel, used in measured(target, dict(production())):
+        for name, kernel, used in measured(target, production()):
             row = (
                 f"{used.registers:9} {used.spills:6} {used.shared:7} {used.instructions or '-':>13}"
             )

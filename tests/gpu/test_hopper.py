@@ -11,13 +11,13 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 import triton
+from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
+from sluice.backends.hopper.prefill_state import hopper_state_kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sluice.backends.hopper import prefill
-from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
-from sluice.backends.hopper.prefill_state import hopper_state_kernel
 from sluice.backends.triton import interpreted
 from tests.gpu.cross import resources, sass
 

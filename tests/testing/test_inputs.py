@@ -120,7 +120,10 @@ def test_nan_empty_fills_every_way_to_uninitialised_memory():
             torch.empty(2, requires_grad=True),
         ]
         counts = torch.empty(3, dtype=torch.int64)
+        workspace = torch.empty(16, dtype=torch.uint8)
     assert all(torch.isnan(t).all() for t in made)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert torch.isnan(workspace.view(dtype)).all()
     assert counts.dtype == torch.int64
     assert made[2].dtype == made[4].dtype == torch.bfloat16
     for owner, name, original in names:

@@ -121,7 +121,35 @@ class Matrix(NamedTuple):
             PROMOTE_L2_128B,
             0,
         )
-        _check(result, f"a TMA descriptor of {self}")
+        if result != 0:
+            _check(result, f"a TMA descriptor of {self}")
+
+
+class Layout:
+    """Where the parameters of a kernel lie in memory: the same for every launch of it.
+
+    Descriptors come first, each in its own aligned place, then pointers, then numbers, 8 bytes
+    each.
+
+    Args:
+        kinds: of each parameter, in order: "matrix", "pointer", or a number's format for ``struct``
+            ("i", "q" or "f").
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.matrices, self.pointers = kinds.count("matrix"), kinds.count("pointer")
+        numbers = [kind for kind in kinds if kind not in ("matrix", "pointer")]
+        self.first = DESCRIPTOR_BYTES * self.matrices
+        self.size = self.first + 8 * (self.pointers + len(numbers))
+        self.pack_pointers = struct.Struct(f"={self.pointers}Q").pack_into
+        padded = "".join(kind if kind == "q" else kind + "4x" for kind in numbers)
+        self.pack_numbers = struct.Struct(f"={padded}").pack_into
+        places = {"matrix": 0, "pointer": self.first, "number": self.first + 8 * self.pointers}
+        self.offsets = []
+        for kind in kinds:
+            kind = kind if kind in places else "number"
+            self.offsets.append(places[kind])
+            places[kind] += DESCRIPTOR_BYTES if kind == "matrix" else 8
 
 
 class KernelLaunch:
@@ -130,8 +158,8 @@ class KernelLaunch:
     Args:
         function: from :func:`load`. name: for errors. grid: programs. threads: of a program.
         shared: bytes of shared memory. overlap: may start while the kernel before it ends.
-        parameters: in the kernel's order: "pointer"; a :class:`Matrix` (its address comes with the
-            pointers); or bytes, which stay as they are.
+        layout: of the parameters. numbers: their values, in order. matrices: what TMA descriptors
+            describe, in order; their addresses come with each launch.
     """
 
     def __init__(
@@ -142,36 +170,20 @@ class KernelLaunch:
         threads: int,
         shared: int,
         overlap: bool,
-        parameters: Sequence[str | bytes | Matrix],
+        layout: Layout,
+        numbers: Sequence[float],
+        matrices: Sequence[Matrix] = (),
     ) -> None:
-        self.function, self.name = function, name
-        matrices = [p for p in parameters if isinstance(p, Matrix)]
-        pointers = sum(p == "pointer" for p in parameters)
-        values = [p for p in parameters if isinstance(p, bytes)]
-        # descriptors first, each in its own aligned place, then pointers, then values of 8 bytes
-        first = DESCRIPTOR_BYTES * len(matrices)
-        size = first + 8 * (pointers + len(values))
-        self._memory = ctypes.create_string_buffer(size + DESCRIPTOR_ALIGNMENT)
+        self.function, self.name, self._matrices = function, name, matrices
+        self._memory = ctypes.create_string_buffer(layout.size + DESCRIPTOR_ALIGNMENT)
         start = -ctypes.addressof(self._memory) % DESCRIPTOR_ALIGNMENT
-        base = ctypes.addressof(self._memory) + start
-        self._matrices = [(base + DESCRIPTOR_BYTES * i, m) for i, m in enumerate(matrices)]
-        self._encoded: list[int] = [0] * len(matrices)
-        self._pack = struct.Struct(f"={pointers}Q").pack_into
-        self._at = start + first
-        where, places = {"m": base, "p": base + first, "v": base + first + 8 * pointers}, []
-        for parameter in parameters:
-            kind = (
-                "m"
-                if isinstance(parameter, Matrix)
-                else "v"
-                if isinstance(parameter, bytes)
-                else "p"
-            )
-            places.append(where[kind])
-            if isinstance(parameter, bytes):
-                ctypes.memmove(where[kind], parameter, len(parameter))
-            where[kind] += DESCRIPTOR_BYTES if kind == "m" else 8
+        self._base = base = ctypes.addressof(self._memory) + start
+        self._at = start + layout.first
+        self._pack = layout.pack_pointers
+        layout.pack_numbers(self._memory, self._at + 8 * layout.pointers, *numbers)
+        places = [base + offset for offset in layout.offsets]
         self._places = (ctypes.c_void_p * len(places))(*places)
+        self._encoded: tuple[int, ...] = (0,) * len(matrices)
         self._attribute = _Attribute(OVERLAP)
         self._attribute.value[0] = 1
         self._config = _Config(
@@ -181,21 +193,26 @@ class KernelLaunch:
         self._launch, self._move = _driver().cuLaunchKernelEx, _driver().cuTensorMapReplaceAddress
         self._lock = threading.Lock()
 
-    def __call__(self, pointers: Sequence[int], matrices: Sequence[int], stream: int) -> None:
+    def __call__(self, pointers: tuple[int, ...], matrices: tuple[int, ...], stream: int) -> None:
         """Launch with these addresses, in the order of the parameters."""
         config, places = self._arguments
         with self._lock:  # the memory is one launch's at a time: the driver copies it
             self._pack(self._memory, self._at, *pointers)
-            encoded = self._encoded
-            for i, address in enumerate(matrices):
-                if encoded[i] != address:
-                    where, matrix = self._matrices[i]
-                    if encoded[i] == 0:
-                        matrix.encode(where, address)
-                    else:
-                        _check(self._move(where, address), self.name)
-                    encoded[i] = address
+            if self._encoded != matrices:
+                self._point(matrices)
             self._config.stream = stream
             result = self._launch(config, self.function, places, None)
         if result != 0:
             _check(result, f"launching {self.name}")
+
+    def _point(self, addresses: tuple[int, ...]) -> None:
+        """Let the descriptors point at these addresses."""
+        for i, address in enumerate(addresses):
+            before = self._encoded[i]
+            if before != address:
+                where = self._base + DESCRIPTOR_BYTES * i
+                if before == 0:
+                    self._matrices[i].encode(where, address)
+                else:
+                    _check(self._move(where, address), self.name)
+        self._encoded = addresses

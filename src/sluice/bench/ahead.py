@@ -32,7 +32,7 @@ ROOM = 24 << 30  # bytes: with so many free in memory, files are kept there
 LEAST_ROOM = 6 << 30  # with fewer free, no file is made ahead
 LOOK_AHEAD = 3  # workloads whose inputs are drawn ahead
 SHARE = 0.45  # of a run's time may pass before the first row, or what the rows leave
-ROW_SECONDS = 1.8  # left for the rows of each workload, with nothing to compile
+ROW_SECONDS = 2.5  # left for the rows of each workload, with nothing to compile
 TUNING = 0.3  # of the time before the first row goes into tuning
 
 

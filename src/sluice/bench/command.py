@@ -26,6 +26,7 @@ lengths: 8192 (one prompt), 4x2048 (four), 2048+2x512+16x1 (a mix), or a name:
   short, long, longest, many, swarm, ragged, continue
 """
 BROKEN = ("wrong", "error")
+EAGER_SECONDS = 0.12  # of eager calls on a GPU, per row and provider
 QUICK_SECONDS = 80.0  # no workload starts later, so that a busy machine takes two minutes, not four
 
 
@@ -198,6 +199,7 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
         options.time_limit = args.time_limit or QUICK_SECONDS
     if kind == "cuda":
         options.seconds, options.most_seconds = 0.15 if args.quick else 0.2, 2.0
+        options.eager_seconds = EAGER_SECONDS
     for name in ("rounds", "seconds", "timeout"):
         if getattr(args, name) is not None:
             setattr(options, name, getattr(args, name))

@@ -13,6 +13,7 @@ the rows; without any, all operators are shown. ``/`` and ``:`` narrow an operat
     decode/float32:N=1,N=64         these sizes only
 
 Options for all operators: ``peers=`` (which columns), ``models=`` and ``sizes=`` (which rows).
+``times=eager`` shows the times of eager calls, with those of replayed graphs beside them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from sluice.bench.results import Results, Row, microseconds, notes, rate, write
-from sluice.bench.table import ratio
+from sluice.bench.table import eager, ratio, times_faster
 from sluice.contract.errors import SluiceError
 
 BLOCK = re.compile(r"(<!-- bench: ([^\n]*?) -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
-OPTIONS = ("peers", "models", "sizes")
+OPTIONS = ("peers", "models", "sizes", "times")
+EAGER = ["eager"]  # the only value of times=
+EAGER_TIMES = ("host", "eager", "graph")  # the columns of each provider
 
 
 @dataclass
@@ -63,6 +66,10 @@ class Selection:
         """Whether the selection takes every row of its operators."""
         return not self.options and not any(op.sizes for op in self.ops)
 
+    @property
+    def eager(self) -> bool:
+        return "times" in self.options
+
     def choose(self, workloads: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The matching workloads, in the written order of the operators."""
         found = [w for w in workloads if self._matches(w)]
@@ -94,6 +101,8 @@ def parse(text: str) -> Selection:
         else:
             expected = ", ".join(f"{x}=" for x in OPTIONS)
             raise SluiceError(f"bench comment {text!r}: expected {expected}, got {name}=")
+    if found.options.get("times", EAGER) != EAGER:
+        raise SluiceError(f"bench comment {text!r}: expected times=eager")
     return found
 
 
@@ -118,8 +127,14 @@ def table(results: Results, selection: Selection) -> str:
     timed = {row.provider for row in rows if row.ok or row.status == "wrong"}
     names = [p["name"] for p in results.providers if p["name"] in timed]
     peers = [n for n in names if n != "sluice" and (wanted is None or n in wanted)]
+    if selection.eager and not any(row.eager for row in rows):
+        return f"Not measured yet: `{selection.results}.json` has no times of eager calls.\n"
     titles = {p["name"]: p["title"] for p in results.providers}
-    head = ["", "heads", "sluice, µs", "rate, of floor", *(f"{titles[n]}, µs" for n in peers)]
+    if selection.eager:
+        shown = ["sluice", *(titles[n] for n in peers)]
+        head = ["", "heads", *(f"{title} {time}, µs" for title in shown for time in EAGER_TIMES)]
+    else:
+        head = ["", "heads", "sluice, µs", "rate, of floor", *(f"{titles[n]}, µs" for n in peers)]
     lines = [_line(head), _line(["---"] * len(head))]
     left = [w for w in chosen if all(r.status == "skipped" for r in results.of(w["name"]))]
     for workload in chosen:
@@ -127,8 +142,11 @@ def table(results: Results, selection: Selection) -> str:
             continue
         ours = results.row(workload["name"], "sluice")
         cells = [_label(workload), "/".join(map(str, workload["heads"]))]
-        cells += _own(ours, workload)
-        cells += [_peer(results.row(workload["name"], name), ours) for name in peers]
+        others = [results.row(workload["name"], name) for name in peers]
+        if selection.eager:
+            cells += [cell for row in (ours, *others) for cell in _eager(row, ours)]
+        else:
+            cells += [*_own(ours, workload), *(_peer(row, ours) for row in others)]
         lines.append(_line(cells))
     m, run = results.machine, results.run
     known = [p for p in results.providers if p["name"] in peers and p["peer"] and p["version"]]
@@ -161,6 +179,17 @@ def _peer(row: Row | None, ours: Row | None) -> str:
         return row.status
     compared = ratio(row, ours if ours is not None and ours.ok else None)
     return microseconds(row.median_s) + (f" ({compared})" if compared else "")
+
+
+def _eager(row: Row | None, ours: Row | None) -> list[str]:
+    """An eager call: time of the host, wall time with its ratio, and time of a replayed graph."""
+    if row is None or not row.ok or row.eager is None:
+        return [_peer(row, None) if row is None or not row.ok else "-", "", ""]
+    host, wall = eager(row)
+    if ours is not None and ours is not row and ours.ok and ours.eager is not None:
+        wall += f" ({times_faster(row.eager.median_s, ours.eager.median_s)})"
+    note = "" if row.method == "graph" else f" ({row.method})"
+    return [host, wall, microseconds(row.median_s) + note]
 
 
 def _line(cells: list[str]) -> str:

@@ -14,19 +14,6 @@ from typing import Any
 from sluice.bench import table
 from sluice.bench.results import FEWEST, Results, Row, by_workload, microseconds, notes, rate
 
-COLUMNS = (
-    "workload",
-    "provider",
-    "µs",
-    "p10 to p90",
-    "rate",
-    "of floor",
-    "sluice is",
-    "error",
-    "how",
-)
-NUMBERS = ("µs", "p10 to p90", "rate", "of floor", "error")
-
 
 def page(results: Results) -> str:
     """The whole page."""
@@ -70,7 +57,8 @@ def _conditions(results: Results) -> str:
 
 
 def _table(results: Results) -> str:
-    head = "".join(f"<th{_class(name)}>{escape(name)}</th>" for name in COLUMNS)
+    names = table.head(results)
+    head = "".join(f"<th{_class(name)}>{escape(name)}</th>" for name in names)
     body = []
     for workload, rows in by_workload(results):
         ours = next((r for r in rows if r.provider == "sluice" and r.ok), None)
@@ -85,13 +73,16 @@ def _table(results: Results) -> str:
         where = f"{workload['model']}, {heads}, {workload['dtype']}{notes(workload)}"
         label = f'{escape(name)}<br><span class="soft">{escape(where)}</span>'
         for n, row in enumerate(ordered):
-            body.append(_row(row, workload, ours, label if n == 0 else ""))
+            body.append(_row(row, workload, ours, label if n == 0 else "", names))
         if refused:
-            body.append(_refusals(refused, label if not ordered else "", workload["op"]))
+            label = label if not ordered else ""
+            body.append(_refusals(refused, label, workload["op"], len(names) - 1))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
-def _row(row: Row, workload: dict[str, Any], ours: Row | None, label: str) -> str:
+def _row(
+    row: Row, workload: dict[str, Any], ours: Row | None, label: str, names: tuple[str, ...]
+) -> str:
     kinds = ["first"] if label else []
     kinds += ["own"] if row.provider == "sluice" else []
     name = escape(f"{row.provider} ({row.detail})" if row.detail else row.provider)
@@ -101,14 +92,15 @@ def _row(row: Row, workload: dict[str, Any], ours: Row | None, label: str) -> st
     if not row.ok or row.median_s is None:
         kinds.append("bad")
         reason = escape(f"{row.status}: {row.reason}" if row.reason else row.status)
-        cells = f'<td>{label}</td><td>{name}</td><td colspan="7">{reason}</td>'
+        cells = f'<td>{label}</td><td>{name}</td><td colspan="{len(names) - 2}">{reason}</td>'
         return f'<tr data-op="{workload["op"]}" class="{" ".join(kinds)}">{cells}</tr>'
     compared = table.ratio(row, ours)
     kind = "faster" if "faster" in compared else "slower"
     few = f", {row.samples} samples" if row.samples < FEWEST else ""
     values = (
         microseconds(row.median_s),
-        f"{microseconds(row.p10_s)} to {microseconds(row.p90_s)}",
+        f"{microseconds(row.p10_s)}-{microseconds(row.p90_s)}",
+        *(table.eager(row) if table.EAGER[0] in names else ()),
         rate(workload, row.median_s),
         "" if row.share is None else f"{row.share:.0%}",
     )
@@ -120,15 +112,15 @@ def _row(row: Row, workload: dict[str, Any], ours: Row | None, label: str) -> st
     return f"{start}<td>{label}</td><td>{name}</td>{cells}</tr>"
 
 
-def _refusals(rows: list[Row], label: str, op: str) -> str:
+def _refusals(rows: list[Row], label: str, op: str, width: int) -> str:
     """The providers that refused, in one line."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         by_reason.setdefault(row.reason, []).append(row.provider)
     text = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
     start = f'<tr data-op="{op}"' + (' class="first">' if label else ">")
-    return f'{start}<td>{label}</td><td colspan="8" class="soft">{escape(text)}</td></tr>'
+    return f'{start}<td>{label}</td><td colspan="{width}" class="soft">{escape(text)}</td></tr>'
 
 
 def _class(name: str) -> str:
-    return ' class="n"' if name in NUMBERS else ""
+    return ' class="n"' if name in table.RIGHT else ""

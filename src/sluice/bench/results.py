@@ -24,10 +24,30 @@ FEWEST = 20  # a row with fewer samples says how many it has
 
 
 @dataclass
+class Times:
+    """Seconds per call: median, 10th and 90th percentile, and of how many samples."""
+
+    median_s: float
+    p10_s: float
+    p90_s: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Times:
+        ordered = sorted(samples)
+        ends = percentile(ordered, 0.1), percentile(ordered, 0.9)
+        return cls(statistics.median(ordered), *ends, len(ordered))
+
+
+@dataclass
 class Row:
     """One provider on one workload. Only a row whose status is "ok" has times.
 
     Status: ok, refused, wrong, error, missing, or skipped (the time ran out).
+
+    ``median_s`` and its percentiles are of replayed graphs on a GPU, and of calls on a CPU. Eager
+    calls on a GPU have two more times: ``host``, until the call returns, and ``eager``, until its
+    result is there. Results of a CPU have neither, nor do those of earlier versions.
     """
 
     workload: str
@@ -48,6 +68,8 @@ class Row:
     floor_s: float | None = None
     bound: str = ""
     check_s: float | None = None  # from inputs to ready for timing: compiling, checking
+    host: Times | None = None
+    eager: Times | None = None
 
     @property
     def ok(self) -> bool:
@@ -102,6 +124,11 @@ class Results:
     def provider(self, name: str) -> dict[str, Any]:
         return next(p for p in self.providers if p["name"] == name)
 
+    @property
+    def has_eager(self) -> bool:
+        """Whether eager calls were timed."""
+        return any(row.eager for row in self.rows)
+
     def measured_floors(self) -> Floors:
         return Floors.from_json(self.floors)
 
@@ -128,6 +155,8 @@ class Results:
             raise SluiceError(f"{path}: expected results of schema {SCHEMA}, got {found}")
         names = set(Row.__dataclass_fields__)
         rows = [Row(**{k: v for k, v in row.items() if k in names}) for row in data.pop("rows")]
+        for row in rows:
+            row.host, row.eager = (Times(**x) if x else None for x in (row.host, row.eager))
         return cls(rows=rows, **{k: v for k, v in data.items() if k in cls.__dataclass_fields__})
 
     def to_csv(self) -> str:
@@ -142,6 +171,7 @@ class Results:
             plain = [row.workload, w["op"], w["model"], w["tp"], heads, w["size"], w["dtype"]]
             plain += [w["state_dtype"], row.provider, row.detail, row.status, row.reason]
             times = [_us(row.median_s), _us(row.p10_s), _us(row.p90_s), row.samples, row.method]
+            times += [_us(x.median_s if x else None) for x in (row.host, row.eager)]
             rates: list[Any] = [None, None]
             if row.median_s:
                 rates = [w["bytes"] / row.median_s / 1e9, w["flops"] / row.median_s / 1e9]
@@ -156,8 +186,8 @@ COLUMNS = (
     "status", "reason",
 )  # fmt: skip
 DERIVED = (
-    "median_us", "p10_us", "p90_us", "samples", "method", "gb_per_s", "gflop_per_s", "floor_us",
-    "bound", "share_of_floor", "relative_error", "converted",
+    "median_us", "p10_us", "p90_us", "samples", "method", "host_us", "eager_us", "gb_per_s",
+    "gflop_per_s", "floor_us", "bound", "share_of_floor", "relative_error", "converted",
 )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from sluice import settings
 from sluice.bench import floors, machine
 from sluice.bench.ahead import ROW_SECONDS, SHARE, Sources, again, compile_all, spread
+from sluice.bench.peer_environment import for_peers
 from sluice.bench.providers import MODULES, PEERS, STANDING
-from sluice.bench.results import Results, Row, describe_workload
+from sluice.bench.results import Results, Row, Times, describe_workload
 from sluice.bench.worker import Local, Worker, WorkerError
 from sluice.testing.workload import Workload
 
@@ -42,6 +42,7 @@ class Options:
     first_ops: tuple[str, ...] = ("decode", "prefill")  # whose first call is timed on a CPU
     rounds: int = 5
     seconds: float = 1.0  # of timing, per row
+    eager_seconds: float = 0.0  # of timing eager calls, per row; 0 on a CPU, where all are eager
     least: int = 20  # samples per row, unless they take more than most_seconds
     most_seconds: float = 20.0
     timeout: float = 300.0  # of one check, which may compile
@@ -60,7 +61,7 @@ def run(
     """Measure; ``say`` gets the name of each step, ``keep`` the results after each."""
     begin = time.monotonic()
     device = torch.device(options.device)
-    settings.for_peers()
+    for_peers()
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     results = Results(
@@ -198,6 +199,7 @@ def _measure(
     ready = _check(workload, sources.take(workload), runners, rows, options, results)
     sources.drop(workload)
     samples: dict[str, list[float]] = {name: [] for name in ready}
+    eager: dict[str, dict[str, list[float]]] = {name: {"host": [], "wall": []} for name in ready}
     rounds = options.rounds
     least = -(-options.least // rounds)
     for n in range(rounds):
@@ -209,12 +211,19 @@ def _measure(
             try:
                 runners[name].send("time", *block)
                 samples[name] += runners[name].receive(options.timeout)
+                if options.eager_seconds:
+                    runners[name].send("eager", options.eager_seconds / rounds)
+                    for kind, found in runners[name].receive(options.timeout).items():
+                        eager[name][kind] += found
             except Exception as error:  # a provider that passed the check may still fail later
                 rows[name].status, rows[name].reason = "error", str(error)[:300]
                 del samples[name]
                 _broken(runners[name])
     for name, found in samples.items():
         rows[name].set_samples(found)
+        if options.eager_seconds:
+            rows[name].host = Times.of(eager[name]["host"])
+            rows[name].eager = Times.of(eager[name]["wall"])
     for name in ready:
         _ask(runners[name], "release", options)
     return list(rows.values())

@@ -126,6 +126,7 @@ class Session:
         else:
             self.timer = timing_cpu.Timer(calls)
         self.timer.warm_up()
+        self._check_repeat(workload, answer, call, before)
         self._check_replay(workload, answer, call, before)
         return Verdict(
             "ok",
@@ -145,6 +146,12 @@ class Session:
         result = call.run()
         self._wait()
         return time.perf_counter() - begin, result
+
+    def _check_repeat(self, workload: Workload, answer: Answer, call: Call, before: Any) -> None:
+        """Check a later call too, because later calls are timed; if it is wrong, so is the row."""
+        repeated = self.timer.repeated(before)
+        if repeated is not None:
+            answer.judge(workload, call.outputs(repeated))
 
     def _check_replay(self, workload: Workload, answer: Answer, call: Call, before: Any) -> None:
         """Check the replayed graph too; if it is wrong, use events instead."""
@@ -212,6 +219,12 @@ class Session:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self.timer.block(seconds, least, most_seconds)
+
+    def eager(self, seconds: float) -> dict[str, list[float]]:
+        """Time eager calls in one round: seconds per call, of the host and until the result."""
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.timer.eager.block(seconds)
 
     def release(self) -> None:
         """Free the workload's memory."""

@@ -18,8 +18,19 @@ from sluice.bench.results import (
 )
 
 HEAD = ("workload", "provider", "µs", "p10-p90", "rate", "of floor", "sluice is", "error", "how")
+EAGER = ("host µs", "eager µs")  # after the times, where eager calls were timed
+RIGHT = ("µs", "p10-p90", *EAGER, "rate", "of floor", "error")
+EAGER_NOTE = (
+    "µs is the time of a replayed graph, without the host; an eager call returns after host µs, "
+    "and its result is there after eager µs"
+)
 BUSY = 0.1  # share of the cores used by others above which a run is not reliable
 SYMBOLS = {"refused": "-", "wrong": "WRONG", "error": "ERROR", "skipped": "skipped"}
+
+
+def head(results: Results) -> tuple[str, ...]:
+    """The names of the columns."""
+    return (*HEAD[:4], *(EAGER if results.has_eager else ()), *HEAD[4:])
 
 
 def lines(results: Results) -> dict[str, list[tuple[str, ...]]]:
@@ -41,27 +52,46 @@ def lines(results: Results) -> dict[str, list[tuple[str, ...]]]:
         shown = sorted(served, key=lambda r: (not r.ok, r.median_s or 0.0))
         for n, row in enumerate(shown):
             first = workload["size"] if n == 0 else ""
-            cells.append((first, *_cells(row, workload, ours)))
+            cells.append((first, *_cells(row, workload, ours, results.has_eager)))
     return tables
 
 
-def _cells(row: Row, workload: dict[str, Any], ours: Row | None) -> tuple[str, ...]:
+def _cells(
+    row: Row, workload: dict[str, Any], ours: Row | None, with_eager: bool
+) -> tuple[str, ...]:
     name = f"{row.provider} ({row.detail})" if row.detail else row.provider
     if not row.ok or row.median_s is None:
-        return name, SYMBOLS.get(row.status, row.status), "", "", "", "", "", row.reason
+        blank = [""] * (7 if with_eager else 5)
+        return name, SYMBOLS.get(row.status, row.status), *blank, row.reason
     share = "-" if row.share is None else f"{row.share:.0%}"
     error = "-" if row.error is None else f"{row.error:.0e}"
     few = f", {row.samples} samples" if row.samples < FEWEST else ""
     spread = f"{microseconds(row.p10_s)}-{microseconds(row.p90_s)}"
-    times = (microseconds(row.median_s), spread, rate(workload, row.median_s))
-    return name, *times, share, ratio(row, ours), error, row.method + few
+    times = (microseconds(row.median_s), spread, *(eager(row) if with_eager else ()))
+    work = rate(workload, row.median_s)
+    return name, *times, work, share, ratio(row, ours), error, row.method + few
+
+
+def eager(row: Row) -> tuple[str, str]:
+    """Microseconds of an eager call: of the host, and until the result is there."""
+    host, wall = (None if x is None else x.median_s for x in (row.host, row.eager))
+    return microseconds(host), microseconds(wall)
 
 
 def ratio(row: Row, ours: Row | None) -> str:
     """How much faster sluice is than this row: "2.10x faster", "1.25x slower"."""
     if ours is None or row is ours or not row.median_s or not ours.median_s:
         return ""
-    times = row.median_s / ours.median_s
+    return times_faster(row.median_s, ours.median_s)
+
+
+def times_faster(theirs: float, ours: float) -> str:
+    """How our time compares with theirs.
+
+    >>> times_faster(2.1, 1.0), times_faster(1.0, 1.25)
+    ('2.10x faster', '1.25x slower')
+    """
+    times = theirs / ours
     return f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"
 
 
@@ -76,6 +106,8 @@ def footer(results: Results) -> list[str]:
         f"medians of {run['rounds']} rounds in turn, inputs out of the cache, each checked against "
         f"the float64 oracle first; {run['processes']}; {run['seconds']:.0f} s",
     ]
+    if results.has_eager:
+        out.append(EAGER_NOTE)
     if (m.get("others") or 0.0) > BUSY:
         out.append(f"BUSY: other programs took {m['others']:.0%} of the cores meanwhile; times of")
         out[-1] += " this run compare with nothing, not even with each other"
@@ -113,15 +145,14 @@ def show(results: Results, file: TextIO | None = None) -> None:
     except ImportError:
         for title, rows in lines(results).items():
             print(f"\n{title}", file=file)
-            print(_plain([HEAD, *rows]), file=file)
+            print(_plain([head(results), *rows]), file=file)
     else:
         console = Console(file=file, width=None if file.isatty() else 150)
         for title, rows in lines(results).items():
             table = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
-            for name in HEAD:
-                right = name in ("µs", "p10-p90", "rate", "of floor", "error")
-                left = "right" if right else "left"
-                table.add_column(name, justify=left, overflow="fold")
+            for name in head(results):
+                side = "right" if name in RIGHT else "left"
+                table.add_column(name, justify=side, overflow="fold")
             for key, group in groupby(rows, key=_counter()):
                 for row in group:
                     table.add_row(*row, style="bold" if row[1].startswith("sluice") else "")
@@ -147,7 +178,7 @@ def _counter() -> Any:
 
 
 def _plain(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD) - 1)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join(
         "  ".join([*(x.ljust(w) for x, w in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows

@@ -41,6 +41,8 @@ class Timer:
         """Nothing is replayed on a CPU: the timed calls are the checked ones."""
         return None
 
+    repeated = replayed
+
     def block(self, seconds: float, least: int, most_seconds: float) -> list[float]:
         """Seconds of each call, for ``seconds`` and at least ``least`` calls.
 

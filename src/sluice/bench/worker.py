@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import sluice
-from sluice import settings
+from sluice.bench.peer_environment import for_peers
 from sluice.bench.session import Session, without_places
 
-METHODS = ("start", "check", "time", "release", "prime", "compile")
+METHODS = ("start", "check", "time", "eager", "release", "prime", "compile")
 
 
 class WorkerError(Exception):
@@ -155,7 +155,7 @@ def serve() -> None:
     All output of the process, including a peer's, goes to the log.
     """
     what = json.loads(sys.argv[1])
-    settings.for_peers(what["caches"], what["paths"])
+    for_peers(what["caches"], what["paths"])
     sys.path[:0] = what["paths"]
     import torch
 

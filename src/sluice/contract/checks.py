@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from sluice.contract import require as shared
+from sluice.contract.meta import Meta
 from sluice.contract.require import FLOATS, INTEGERS, Require
 from sluice.contract.spec import (
     MAX_DECODE_TOKENS,
@@ -15,7 +16,6 @@ from sluice.contract.spec import (
     ConvQkvSpec,
     ConvSpec,
     DeltaSpec,
-    Meta,
     NormSpec,
     StepSpec,
     VerifySpec,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sluice.contract.errors import ContractError
-from sluice.contract.spec import Meta
+from sluice.contract.meta import Meta
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)

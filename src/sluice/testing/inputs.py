@@ -173,6 +173,8 @@ _EMPTY: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
 )
+NAN_BYTE = 0xFF
+"""Floats of 16, 32 and 64 bits that consist of this byte are NaN."""
 
 
 def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -184,6 +186,8 @@ def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if tensor.is_floating_point() or tensor.is_complex():
             with torch.no_grad():
                 tensor.fill_(float("nan"))
+        elif tensor.dtype == torch.uint8:  # memory that is cut into tensors later
+            tensor.fill_(NAN_BYTE)
         return tensor
 
     return fill
@@ -194,8 +198,8 @@ def nan_empty() -> Iterator[None]:
     """Fill the results of ``torch.empty`` and its variants with NaN, so that a missing store shows.
 
     It covers ``empty``, ``empty_like``, ``empty_strided`` and the tensor methods ``new_empty`` and
-    ``new_empty_strided``, for the whole process while active. Integer tensors and traced code are
-    left alone.
+    ``new_empty_strided``, for the whole process while active. Bytes, which a workspace is made of,
+    are NaN as floats of any width. Other integers and traced code are left alone.
     """
     with torch.device("cpu"):  # torch lists its constructors once; the originals must be listed,
         torch.empty(0)  # or ``with torch.device(...)`` would ignore them from now on

@@ -85,7 +85,7 @@ def compile(
     """Compile the kernels of these calls, each of which serves calls of every size and dtype.
 
     ``share`` (i, n): every n-th kernel, from the i-th on. ``progress(name, done, all)`` is called
-    before each kernel, and once at the end.
+    after each kernel.
     """
     wanted = sorted({"entry", *(KERNEL_OF.get(spec.op, spec.op) for spec in specs)})
     compile_kernels(wanted[share[0] :: share[1]], progress)
@@ -101,17 +101,15 @@ def compile_kernels(names: Iterable[str], progress: Progress | None = None) -> N
     order = sorted(names, key=lambda name: (name in BESIDE, name != "entry"))
     beside = [name for name in order if name in BESIDE]
     other = None
-    for done, name in enumerate(order):
-        if progress is not None:
-            progress(name, done, len(order))
+    for done, name in enumerate(order, 1):
         if name in beside and other is not None:
             other.wait()
         start = time.perf_counter()
         known[name].compile()
-        if done == 0 and beside and time.perf_counter() - start > COLD_SECONDS:
+        if done == 1 and beside and time.perf_counter() - start > COLD_SECONDS:
             other = _compile_beside(beside)
-    if progress is not None:
-        progress("", len(order), len(order))
+        if progress is not None:
+            progress(name, done, len(order))
 
 
 def _compile_beside(names: list[str]) -> subprocess.Popen[bytes] | None:

@@ -38,9 +38,10 @@ def state_rows(p, seq):
 
 @jit
 def locate(p, unit, size):
-    """The sequence of a unit and its first token there; the token may lie behind the last.
+    """The sequence of a unit of `size` tokens, and the unit's first token in it.
 
-    Packed: sequence n has the units from cu[n] // size + n on, enough for all of its tokens.
+    Of packed sequences, sequence n has the units from cu[n] // size + n on. They are enough for all
+    of its tokens; the first token of the last unit may lie after the sequence's end.
     """
     if p.cu == 0:
         each = max((p.T + size - 1) // size, 1)

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution over tokens, in lines of channels (window.py).
+"""Depthwise causal convolution over tokens, in lines of channels (conv_lines.py).
 
 One task is a unit: a few tokens of a block of channels of one sequence.
 """
@@ -50,7 +50,7 @@ def _zero_lines(p, c, batch, start, tokens, first, count):
 
 @jit
 def in_order(p, i, blocks):
-    """Unit and block of task i: along the dimension of x that is contiguous."""
+    """The unit and the block of task i: tasks go along the dimension of x that is contiguous."""
     if p.x_d == 1:
         return i // blocks, i % blocks
     units = p.tasks // blocks

@@ -1,8 +1,9 @@
 """The convolution over a block of channels, on float32 scratch lines.
 
-A unit of work is TOKENS tokens of a block of channels. Its lines are the raw inputs before the
-tokens, from the state or from x itself, then the tokens, one line each. So units do not wait for
-each other, and nothing is said twice about storage types, strides and short sequences.
+A unit of work is TOKENS tokens of a block of channels. A line holds one token's inputs of the
+block. A unit's lines are the raw inputs before its tokens, from the state or from x itself, then
+its tokens. So units do not wait for each other, and one place knows about storage types, strides
+and short sequences.
 
     y_t = act(bias + sum_w weight_w x_(t - W + 1 + w))
 """
@@ -92,7 +93,7 @@ def _columns_in(dst, ld, source, columns, count):
 
 @jit
 def _columns_out(target, columns, src, ld, count):
-    """The way back."""
+    """[columns, count] to [count, columns]."""
     for i in range(0, count, LANES):
         if columns == 3:
             store_interleaved(target, 3 * i, load_rows(src, i, ld, 3))
@@ -132,13 +133,13 @@ def load_weights(p, c, column, first, count):
 
 @jit
 def front_lines(p):
-    """Lines before the tokens: a whole window; of transposed inputs, a whole square."""
+    """How many lines lie before the tokens: a window's, or of transposed inputs a square's."""
     return max(p.L, p.W - 1, TOKENS if p.x_d != 1 else 0)
 
 
 @jit
 def load_window(p, c, column, slot, first, count, fresh):
-    """The window of channels from `first` on into the lines before the tokens; zeros if fresh."""
+    """Load the window of channels from `first` on before the tokens; zeros if `fresh`."""
     ld, L = c.width, p.L
     if fresh:
         for l in range(c.front):
@@ -169,7 +170,7 @@ def load_window(p, c, column, slot, first, count, fresh):
 
 @jit
 def store_window(p, c, column, tokens, slot, first, count):
-    """The L lines that end `tokens` tokens behind the first as the window of those channels."""
+    """Store the L lines that end after `tokens` tokens as the window of those channels."""
     ld, L = c.width, p.L
     x = c.x + (c.front + tokens - L) * ld + column
     at = slot * p.conv_p + first * p.conv_d
@@ -216,10 +217,11 @@ TAPS2, TAPS3, TAPS4 = _taps(2), _taps(3), _taps(4)
 
 @jit
 def convolve(p, c, tokens, count, soon, soon_t, late, late_t):
-    """The results of the tokens behind the window, one line of c.y each.
+    """The results of the tokens after the window, one line of c.y each.
 
-    Lines lie pages apart, so while one is computed, memory is asked for elements from `soon` on,
-    needed next, and `late`, where the results will go; `soon_t` and `late_t` are a token's step.
+    Tokens lie pages apart. So while one line is computed, memory is asked for elements from `soon`
+    on, which are needed next, and from `late` on, where results will go. `soon_t` and `late_t` are
+    the distances from token to token.
     """
     n, size = round_up(count, LANES), 4 if p.io == F32 else 2
     for t in range(tokens):
@@ -247,6 +249,7 @@ def _squares_in(dst, ld, source, stride, count):
 
 @jit
 def _squares_out(target, src, ld, stride, count):
+    """Lines to [channels, TOKENS] of contiguous tokens."""
     for i in range(0, count, LANES):
         for t in range(0, TOKENS, LANES):
             square = transposed(load_rows(src, t * ld + i, ld, LANES))
@@ -255,7 +258,7 @@ def _squares_out(target, src, ld, stride, count):
 
 @jit
 def load_lines(p, c, line, column, at, tokens, count):
-    """Tokens of a block of channels, from element `at` of x on, to the lines from `line` on."""
+    """Load tokens of a block of channels, from element `at` of x on, to lines from `line` on."""
     x, ld = c.x + line * c.width + column, c.width
     if p.x_d == 1:
         for t in range(tokens):
@@ -277,7 +280,7 @@ def load_lines(p, c, line, column, at, tokens, count):
 
 @jit
 def store_lines(p, c, at, tokens, count):
-    """Results of a block of channels to element `at` of y on."""
+    """Store the results of a block of channels, from element `at` of y on."""
     y, ld = c.y, c.width
     if p.y_d == 1:
         for t in range(tokens):
@@ -302,7 +305,10 @@ def store_lines(p, c, at, tokens, count):
 
 @jit
 def load_unit(p, c, read_slot, at, t0, tokens, first, count):
-    """Taps, the lines before token t0, and the tokens; `at` is the sequence's first in x."""
+    """Load taps, the lines before token t0, and the tokens.
+
+    `at` is the element of x where the sequence's first token begins.
+    """
     load_weights(p, c, 0, first, count)
     if t0 == 0:
         load_window(p, c, 0, read_slot, first, count, read_slot == NOWHERE or p.conv == 0)
@@ -314,7 +320,7 @@ def load_unit(p, c, read_slot, at, t0, tokens, first, count):
 
 @jit
 def _window_after(p, c, read_slot, at, tokens, first, count):
-    """Lines for the window after `tokens` tokens; returns what store_window is to be told."""
+    """Load the lines of the window after `tokens` tokens; returns the tokens for store_window."""
     if tokens >= p.L:
         load_lines(p, c, c.front, 0, at + (tokens - p.L) * p.x_t, p.L, count)
         return p.L
@@ -325,9 +331,10 @@ def _window_after(p, c, read_slot, at, tokens, first, count):
 
 @jit
 def keep_windows(p, c, seq, read_slot, write_slot, at, T, first, count):
-    """The window after the last token, and at checkpoints.
+    """Store the window after the last token, and at checkpoints.
 
-    By the unit of the first token, whose lines are loaded: no other reads the state it replaces.
+    The unit of a sequence's first token does this, when its lines are loaded: no other unit reads
+    the state that it replaces.
     """
     if p.conv == 0 or p.freeze:
         return

@@ -1,8 +1,7 @@
 """Convolution, split, l2 norm and gates in one pass over the tokens.
 
-One task is a unit (window.py) of whole heads of q, k or v, or the gates of its tokens. A line of
-results is normalised head by head while it is in the first-level cache, and written to its head's
-place.
+One task is a unit (conv_lines.py) of whole heads of q, k or v, or the gates of its tokens. A line
+of results is normalised head by head while it is in the first-level cache, and then stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Decode and verify: one to eight tokens a sequence, on the state where it lies.
+"""Decode and verify: one to eight tokens per sequence, on the state where it lies.
 
-One task is a run of value heads of one sequence that share their key head. A float32 state whose
-rows are whole vectors is read and written in place; any other goes block by block through float32
-scratch, with the same operations.
+One task is some value heads of one sequence that share their key head. A float32 state whose rows
+are whole vectors is read and written in place. Any other goes block by block through float32
+scratch memory, with the same operations.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.params import PARAMS, constants, describe, is_readable, sources_of
 from sluice.backends.cpu.screen import plain
 from sluice.backends.cpu.threads import ASK_PYTHON, SUSPICIOUS, run_tasks
-from sluice.contract.spec import Meta
+from sluice.contract.meta import Meta
 
 Share = Callable[[int], dict[str, int]]
 """For a number of threads: ``tasks``, and other fields that depend on it."""

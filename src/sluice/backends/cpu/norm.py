@@ -23,7 +23,8 @@ from sluice.backends.cpu.scratch_rows import load_row, read, round_up, store_row
 from sluice.backends.cpu.simd import load, pointer, put, store
 from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.vmath import vsigmoid, vsilu
-from sluice.contract.spec import Meta, NormSpec
+from sluice.contract.meta import Meta
+from sluice.contract.spec import NormSpec
 
 VECTORS = 16
 """Vectors per task."""

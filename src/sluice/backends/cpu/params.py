@@ -15,13 +15,13 @@ import torch
 from sluice.backends.cpu.block import Fields
 from sluice.backends.cpu.llvm import BF16, F16, F32, F64, REGISTERS
 from sluice.backends.cpu.operands import HEAD_DECAY, KEY_DECAY, NO_DECAY
+from sluice.contract.meta import Meta
 from sluice.contract.spec import (
     MAX_DECODE_TOKENS,
     CommitSpec,
     ConvQkvSpec,
     ConvSpec,
     DeltaSpec,
-    Meta,
     NormSpec,
     StepSpec,
 )

@@ -1,9 +1,9 @@
 """Prefill: sequences of any length, eight tokens at a time, the state held in float32 scratch.
 
-One task is a run of value heads of one sequence that share their key head. Its states are brought
-into the shape [blocks of V, K, BLOCK_V], whatever their layout and type, stay there for the whole
-sequence, and go back once. For eight tokens a block's 16 KB pass through the first-level cache; the
-products of the rows of k and q are made once for all heads of the task.
+One task is some value heads of one sequence that share their key head. Its states are brought into
+the shape [blocks of V, K, BLOCK_V], whatever their layout and type, stay there for the whole
+sequence, and go back once. A block is at most 16 KB, which pass through the first-level cache once
+per eight tokens. Products of rows of k and q are made once for all heads of the task.
 """
 
 from __future__ import annotations

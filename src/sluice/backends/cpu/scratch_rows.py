@@ -1,7 +1,7 @@
-"""Rows of a tensor moved between memory of any storage type and float32 scratch.
+"""Rows of tensors, of any storage type, moved to and from float32 scratch memory.
 
-The storage type is a run-time code here: one branch a row, so no kernel is compiled once per input
-type. Scratch rows are padded with zeros to whole vectors.
+The storage type is a run-time code: one branch per row, so that no kernel is compiled once per
+input type. Scratch rows are padded with zeros to whole vectors.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def fill(dst, n, value):
 
 @jit_inline
 def fill_tail(row, count):
-    """Zeros behind the first `count` elements of a row, up to a whole vector."""
+    """Zeros after the first `count` elements of a row, up to a whole vector."""
     for i in range(count, round_up(count, LANES)):
         put(row, i, 0.0)
 

@@ -1,7 +1,8 @@
-"""A head's state between memory, of any storage type and layout, and float32 scratch.
+"""A head's state, of any storage type and layout, moved to and from float32 scratch memory.
 
-Two shapes of scratch: a *block* has the orientation of memory, BLOCK_V rows [V, K] or columns
-[K, V] of it; a *tile* is always [blocks of V, K, BLOCK_V], which is what prefill works on.
+There are two shapes of scratch memory. A *block* is BLOCK_V rows of a state [V, K] or BLOCK_V
+columns of a state [K, V], as they are stored. A *tile* is a whole state as
+[blocks of V, K, BLOCK_V], which is what prefill works on.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def load_block(p, tile, at, v0, fresh):
 
 @jit
 def store_block(p, tile, at, v0):
-    """The way back, rounding once."""
+    """Store a block, rounded once."""
     K, V = p.K, p.V
     width = min(BLOCK_V, V - v0)
     if p.kv:
@@ -87,7 +88,7 @@ def pass_through(p, w, read, write, head):
 
 @jit
 def _turned_in(tile, block, K):
-    """[BLOCK_V, K] to [K, BLOCK_V], in squares of LANES."""
+    """A block [BLOCK_V, K] to a tile's [K, BLOCK_V], in squares of LANES."""
     for i in range(0, K, LANES):
         for r in range(0, BLOCK_V, LANES):
             square = transposed(load_rows(block, r * K + i, K, LANES))
@@ -96,6 +97,7 @@ def _turned_in(tile, block, K):
 
 @jit
 def _turned_out(block, tile, K):
+    """A tile's [K, BLOCK_V] to a block [BLOCK_V, K]."""
     for r in range(0, BLOCK_V, LANES):
         for i in range(0, K, LANES):
             square = transposed(load_rows(tile, i * BLOCK_V + r, BLOCK_V, LANES))
@@ -126,7 +128,7 @@ def load_tile(p, w, tile, at, fresh):
 
 @jit
 def store_tile(p, w, tile, at):
-    """The way back, rounding once."""
+    """Store a tile as a whole head's state, rounded once."""
     K, V = p.K, p.V
     for v0 in range(0, V, BLOCK_V):
         part = tile + v0 * K

@@ -226,7 +226,7 @@ def load_interleaved(typingctx, ptr, index, count):
 
 @intrinsic
 def store_interleaved(typingctx, ptr, index, tile):
-    """The way back."""
+    """Store a tile so that `load_interleaved` gives it back."""
 
     def codegen(context, builder, sig, args):
         base, index, value = args

@@ -1,4 +1,4 @@
-"""The rows of a head's tokens between the call's tensors and scratch memory."""
+"""The tokens of one head: rows of q, k, v and o moved to and from scratch memory."""
 
 from __future__ import annotations
 

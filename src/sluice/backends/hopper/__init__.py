@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sluice.backends import Launch, module_of
-from sluice.contract.spec import DeltaSpec, Meta, Spec
+from sluice.contract.meta import Meta
+from sluice.contract.spec import DeltaSpec, Spec
 
 try:
     import triton
@@ -35,10 +36,10 @@ def compile(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Compile what these calls, and such of other sizes, need, on all cores; launch nothing."""
-    from sluice.backends.triton import compiler, kernel_calls
+    """Compile what these calls, and such of other sizes, need, on all cores, and load it."""
+    from sluice.backends.triton import kernel_calls, launch
 
-    compiler.compile_all(kernel_calls(__name__, OPS, specs), share, progress)
+    launch.compile_and_load(kernel_calls(__name__, OPS, specs), share, progress)
 
 
 @functools.cache

@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel, key_heads
-from sluice.backends.hopper.prefill_state import hopper_state_kernel
+from sluice.backends.hopper.chunks_kernel import hopper_chunks_kernel, key_heads
+from sluice.backends.hopper.constants import COPY_WIDTH
+from sluice.backends.hopper.state_kernel import hopper_state_kernel
 from sluice.backends.triton import gpu
 from sluice.backends.triton import prefill as portable
 from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, Tiles
+from sluice.backends.triton.chunk_length import CHUNK
 from sluice.backends.triton.launch import Launches
 from sluice.contract.spec import DeltaSpec
 
-CHUNK, ROWS = 64, 64
-NUM_BUFFERS = 3  # chunks whose tiles and P fit into shared memory
+STAGES = 3  # chunks whose tiles and QKg fit into shared memory
 WHOLE = portable.WHOLE
-CHUNK_REGISTERS = 128  # of a thread of the parallel half: four programs an SM
+CHUNK_REGISTERS = 128  # per thread of the parallel half: four programs per SM
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
 """Tokens of a segment: what a plan may choose."""
 STATE_TOKENS, ROOM = 512, 0.94
@@ -31,12 +32,12 @@ STATE_TOKENS, ROOM = 512, 0.94
 together may take this part of v, so that the workspace stays below 1.5 times v."""
 CHUNK_US = {64: 1.5, 128: 2.5}
 EFFECT_US, JOIN_US, LAUNCH_US = 1.3, 3.4, 8.0
-"""The plan's model: microseconds of a chunk by BLOCK_V, of a chunk of a segment's effect, of one
-join, and of a launch more, as measured on an H200 (docs/kernels/prefill.md)."""
+"""The plan's model in microseconds, measured on an H200 (docs/kernels/prefill_log.md): one chunk by
+BLOCK_V, one chunk of a segment's effect, one join, one more launch."""
 
 
 class Plan(NamedTuple):
-    """How a call is cut: tokens a segment (0: sequences stay whole), value columns a program."""
+    """How a call is cut: tokens per segment (0: none is split), value columns per program."""
 
     segment: int
     BLOCK_V: int
@@ -98,19 +99,19 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
         calls.append(_states_call(p, memory, parts, plan, None, output=True))
         return Launches(spec, memory, calls)
     units = portable.units_of(p, plan.segment, tail=False)
-    joined = portable.segment_states(p, memory, units)
+    segments = portable.segment_states(p, memory, units)
     effects = plan._replace(BLOCK_V=128)
-    calls.append(_states_call(p, memory, parts, effects, joined, output=False))
-    calls.append(portable.join_call(p, memory, joined, plan.segment))
-    calls.append(_states_call(p, memory, parts, plan, joined, output=True))
+    calls.append(_states_call(p, memory, parts, effects, segments, output=False))
+    calls.append(portable.join_call(p, memory, segments, plan.segment))
+    calls.append(_states_call(p, memory, parts, plan, segments, output=True))
     return Launches(spec, memory, calls)
 
 
 class Parts(NamedTuple):
     """What the parallel half leaves for the serial one: workspace over B * T tokens."""
 
-    a: Pointer  # [.., HV, C]: Ag
-    b: Pointer  # [HV, ..] float32: beta
+    ag: Pointer  # [.., HV, C]: Ag
+    beta32: Pointer  # [HV, ..] float32: beta
     g2: Pointer | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
     r_k: Pointer | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
     hard: Pointer  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
@@ -120,8 +121,8 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
     """Lay out what the parallel half writes."""
     tokens = p.B * p.T
     return Parts(
-        a=memory.scratch("ws.a", tokens, p.HV, CHUNK, dtype=p.dtype),
-        b=memory.scratch("ws.b", p.HV, tokens),
+        ag=memory.scratch("ws.ag", tokens, p.HV, CHUNK, dtype=p.dtype),
+        beta32=memory.scratch("ws.beta32", p.HV, tokens),
         g2=None if p.g is None else memory.scratch("ws.g2", p.HV, tokens),
         r_k=memory.scratch("ws.r_k", p.HK, tokens) if p.normalize_qk else None,
         hard=memory.scratch("ws.hard", p.HK, tokens, dtype=torch.int8),
@@ -140,8 +141,8 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
         beta_ptr=memory["beta"],
-        a_ptr=parts.a,
-        b_ptr=parts.b,
+        ag_ptr=parts.ag,
+        beta32_ptr=parts.beta32,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
@@ -167,7 +168,7 @@ def _states_call(
     memory: Binding,
     parts: Parts,
     plan: Plan,
-    joined: Pointer | None,
+    segments: Pointer | None,
     *,
     output: bool,
 ) -> KernelCall:
@@ -177,24 +178,24 @@ def _states_call(
     return _call(
         hopper_state_kernel,
         portable.units_of(p, segment, tail=False) * p.HV * blocks,
-        q_desc=_tiles(p, "q", ROWS),
-        k_desc=_tiles(p, "k", ROWS),
-        v_desc=_tiles(p, "v", ROWS),
-        a_desc=Tiles(
-            parts.a.source,
+        q_desc=_tiles(p, "q", COPY_WIDTH.value),
+        k_desc=_tiles(p, "k", COPY_WIDTH.value),
+        v_desc=_tiles(p, "v", COPY_WIDTH.value),
+        ag_desc=Tiles(
+            parts.ag.source,
             p.dtype,
             (p.B * p.T, p.HV * CHUNK),
             (p.HV * CHUNK, 1),
             (CHUNK, CHUNK),
             _layout(CHUNK, p.dtype),
         ),
-        o_desc=_tiles(p, "out", ROWS),
+        o_desc=_tiles(p, "out", COPY_WIDTH.value),
         o_ptr=memory["out"],
-        b_ptr=parts.b,
+        beta32_ptr=parts.beta32,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
-        joined_ptr=joined,
+        segments_ptr=segments,
         **portable.pool(p, memory),
         write_slots_ptr=memory.dense("write_slots"),
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
@@ -210,7 +211,7 @@ def _states_call(
         K=p.K,
         V=p.V,
         BLOCK_V=plan.BLOCK_V,
-        NUM_BUFFERS=NUM_BUFFERS,
+        STAGES=STAGES,
         OUTPUT=output,
     )
 

@@ -76,11 +76,11 @@ def kernel_calls(
 def compile(
     specs: Sequence[Spec], share: tuple[int, int] = (0, 1), progress: Progress | None = None
 ) -> None:
-    """Compile what these calls, and such of other sizes, need, on all cores; launch nothing."""
-    from sluice.backends.triton import compiler
+    """Compile what these calls, and such of other sizes, need, on all cores, and load it."""
+    from sluice.backends.triton import launch
 
     if not interpreted():
-        compiler.compile_all(kernel_calls(__name__, OPS, specs), share, progress)
+        launch.compile_and_load(kernel_calls(__name__, OPS, specs), share, progress)
 
 
 def refuse(spec: Spec) -> str | None:

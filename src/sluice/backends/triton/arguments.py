@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sluice.backends.triton import gpu
 from sluice.backends.triton.configs import Config
-from sluice.contract.spec import Meta, Spec
+from sluice.contract.meta import Meta
+from sluice.contract.spec import Spec
 
 INDICES = ["slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
 INDICES += ["checkpoint_slots_ptr", "checkpoint_positions_ptr"]

@@ -43,37 +43,65 @@ class Parameter(NamedTuple):
     aligned: bool = False  # a multiple of 16
 
 
-Variant = tuple[Any, tuple[Parameter, ...], tuple[tuple[str, Any], ...]]
-"""A kernel, its parameters and its options."""
+class Variant(NamedTuple):
+    """Machine code that a launch needs: a kernel, its parameters and its options."""
+
+    kernel: Any
+    parameters: tuple[Parameter, ...]
+    options: tuple[tuple[str, Any], ...]
 
 
 def variant(call: KernelCall, misplaced: frozenset[str] = frozenset()) -> Variant:
     """What is compiled for a launch; ``misplaced`` tensors begin at no multiple of 16 bytes."""
-    arguments, known = call.arguments, []
-    for name, constant, free, unaligned in _parameters(call.kernel):
+    told, arguments = [], call.arguments
+    for name, constant, free, unaligned in parameters(call.kernel):
         value = arguments[name]
-        if constant or value is None or (value == 1 and not free and type(value) is int):
-            known.append(Parameter(name, CONSTANT, value))
+        if constant or value is None:
+            told.append(value)
         elif isinstance(value, Pointer):
             aligned = not unaligned and value.offset % 16 == 0 and value.source not in misplaced
-            known.append(Parameter(name, POINTERS[value.dtype], None, aligned))
+            told.append((POINTERS[value.dtype], aligned))
         elif isinstance(value, Tiles):
-            known.append(Parameter(name, _tiles_kind(value.dtype, value.block, value.layout)))
+            told.append((_tiles_kind(value.dtype, value.block, value.layout), False))
         elif isinstance(value, float):
-            known.append(Parameter(name, "fp32"))
+            told.append(_FLOAT)
+        elif value == 1 and not free:
+            told.append(1)
         else:
-            kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-            told = not free and not unaligned
-            known.append(Parameter(name, kind, None, told and value % 16 == 0))
-    return call.kernel, tuple(known), tuple(sorted(call.options.items()))
+            small = -(2**31) <= value < 2**31
+            told.append(_INTEGERS[small, not free and not unaligned and value % 16 == 0])
+    return _variant(call.kernel, tuple(told), tuple(call.options.items()))
+
+
+_FLOAT = ("fp32", False)
+_INTEGERS = {
+    (small, aligned): ("i32" if small else "i64", aligned)
+    for small in (False, True)
+    for aligned in (False, True)
+}
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _variant(kernel: Any, told: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Variant:
+    """The variant, spelt out; the same object for what is told the same."""
+    known = []
+    for (name, constant, _, _), value in zip(parameters(kernel), told, strict=True):
+        if not constant and isinstance(value, tuple):
+            known.append(Parameter(name, value[0], None, value[1]))
+        else:
+            known.append(Parameter(name, CONSTANT, value))
+    return Variant(kernel, tuple(known), tuple(sorted(options)))
 
 
 @functools.cache
-def _parameters(kernel: Any) -> list[tuple[str, bool, bool, bool]]:
-    """Each parameter: its name, and whether it is a constant, or kept from the compiler."""
+def parameters(kernel: Any) -> list[tuple[str, bool, bool, bool]]:
+    """Each parameter: its name, and whether it is a constant, or kept from the compiler.
+
+    An interpreted kernel has none.
+    """
     return [
         (p.name, p.is_constexpr, p.do_not_specialize, p.do_not_specialize_on_alignment)
-        for p in kernel.params
+        for p in getattr(kernel, "params", ())
     ]
 
 
@@ -150,7 +178,7 @@ def _keep(
         with _lock:
             _compiled[needed, target.arch, target.backend] = result
         if progress is not None:
-            progress(needed[0].__name__, done, len(missing))
+            progress(needed.kernel.__name__, done, len(missing))
 
 
 @functools.cache

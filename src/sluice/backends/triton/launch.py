@@ -8,11 +8,10 @@ launches the kernels itself.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from sluice.backends.triton import compiler, triton_private
 from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, Tiles
 from sluice.contract.spec import Spec
 
-_FORMATS = {"fp32": "=f", "i32": "=i", "i64": "=q"}
+_FORMATS = {"fp32": "f", "i32": "i", "i64": "q"}
 _HERE: AbstractContextManager[None] = nullcontext()
 COUNTERS = "counters"
 
@@ -54,9 +53,9 @@ class Launches:
         """Places of the tensors whose alignment some kernel is specialised on."""
         found = set()
         for call in self.calls:
-            for parameter in call.kernel.params if hasattr(call.kernel, "params") else ():
-                value = call.arguments[parameter.name]
-                if isinstance(value, Pointer) and not parameter.do_not_specialize_on_alignment:
+            for name, _, _, unaligned in compiler.parameters(call.kernel):
+                value = call.arguments[name]
+                if isinstance(value, Pointer) and not unaligned:
                     found.add(value.source)
         return sorted(self._place[name] for name in found if name in self.spec.TENSORS)
 
@@ -139,42 +138,37 @@ class Launches:
     def _prepare(self, misplaced: frozenset[str]) -> list[Any]:
         """Compile, load, and lay out the parameters of every kernel."""
         variants = [compiler.variant(call, misplaced) for call in self.calls]
-        kernels = compiler.compiled(variants, self.device)
+        codes = _loaded(variants, self.device)
         self._ready[misplaced] = [
-            self._prepared(call, needed, kernel)
-            for call, needed, kernel in zip(self.calls, variants, kernels, strict=True)
+            self._prepared(call, code) for call, code in zip(self.calls, codes, strict=True)
         ]
         return self._ready[misplaced]
 
-    def _prepared(self, call: KernelCall, needed: compiler.Variant, kernel: Any) -> Any:
-        metadata, pointers, matrices = kernel.metadata, [], []
-        parameters: list[Any] = []
-        boxes = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        for parameter in needed[1]:
-            value = call.arguments[parameter.name]
-            if parameter.kind == compiler.CONSTANT:
-                continue
-            if isinstance(value, Pointer):
-                parameters.append("pointer")
+    def _prepared(self, call: KernelCall, code: _Code) -> Any:
+        arguments, pointers, places = call.arguments, [], []
+        matrices, numbers = [], []
+        for name, kind in code.given:
+            value = arguments[name]
+            if kind == "pointer":
                 pointers.append(self._where(value))
-            elif isinstance(value, Tiles):
-                matrices.append(self._place[value.source])
-                parameters += _descriptor(value, next(boxes))
+            elif kind == "matrix":
+                places.append(self._place[value.source])
+                matrices.append(_matrix(value, code.boxes[len(matrices)]))
+                numbers += [*value.shape, *value.strides]
             else:
-                parameters.append(struct.pack(_FORMATS[parameter.kind], value))
-        parameters += [bytes(8)] * 2  # Triton's scratch memory, which no kernel here asks for
-        assert not metadata.global_scratch_size, call.kernel.__name__
-        function = _loaded(kernel, metadata, self.device)
+                numbers.append(value)
         launch = cuda_driver.KernelLaunch(
-            function,
-            metadata.name,
+            code.function,
+            code.name,
             call.programs,
-            32 * metadata.num_warps,
-            metadata.shared,
+            code.threads,
+            code.shared,
             bool(call.options.get("launch_pdl")),
-            parameters,
+            code.layout,
+            (*numbers, 0, 0),
+            matrices,
         )
-        return launch, _picker(pointers), _picker(matrices)
+        return launch, _picker(pointers), _picker(places)
 
     def _where(self, pointer: Pointer) -> int:
         place = self._place[pointer.source]
@@ -198,7 +192,7 @@ class Launches:
             call.kernel[(call.programs,)](**given, **call.options)
 
 
-def _picker(places: list[int]) -> Any:
+def _picker(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
     """A function that takes these places of a list, as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -224,26 +218,68 @@ def _argument(memory: dict[str, Any], value: Any) -> Any:
     return x.as_strided((1,), (1,), x.storage_offset() + value.offset // x.element_size())
 
 
-def _descriptor(tiles: Tiles, box: dict[str, Any]) -> list[Any]:
-    """The parameters that a descriptor becomes: itself, its shape, its strides."""
+def _matrix(tiles: Tiles, box: tuple[int, int]) -> cuda_driver.Matrix:
     (rows, columns), (stride, _) = tiles.shape, tiles.strides
-    swizzle = tiles.layout.swizzle_byte_width
-    size = tuple(box["block_size"])
-    matrix = cuda_driver.Matrix(tiles.dtype, rows, columns, stride, size, swizzle)
-    return [
-        matrix,
-        *(struct.pack("=i", n) for n in tiles.shape),
-        *(struct.pack("=q", n) for n in tiles.strides),
-    ]
+    return cuda_driver.Matrix(
+        tiles.dtype, rows, columns, stride, box, tiles.layout.swizzle_byte_width
+    )
 
 
-_functions: dict[tuple[Any, int], int] = {}
+class _Code(NamedTuple):
+    """Machine code on a device, and what it is launched with."""
+
+    function: int
+    name: str
+    threads: int
+    shared: int
+    layout: cuda_driver.Layout
+    given: list[tuple[str, str]]  # parameters that are no constants, and their kinds
+    boxes: list[tuple[int, int]]  # of the TMA descriptors, in order
 
 
-def _loaded(kernel: Any, metadata: Any, device: torch.device) -> int:
-    """The kernel's handle on a device, loaded when it is first needed there."""
-    key = kernel.hash, device.index or 0
-    if key not in _functions:
-        code = kernel.asm["cubin"]
-        _functions[key] = cuda_driver.load(code, metadata.name, metadata.shared, device)
-    return _functions[key]
+_codes: dict[tuple[compiler.Variant, int], _Code] = {}
+
+
+def _loaded(variants: Sequence[compiler.Variant], device: torch.device) -> list[_Code]:
+    """Machine code of these variants on a device; missing ones compile side by side."""
+    index = device.index or 0
+    missing = list(dict.fromkeys(v for v in variants if (v, index) not in _codes))
+    for needed, kernel in zip(missing, compiler.compiled(missing, device), strict=True):
+        _codes[needed, index] = _load(needed, kernel, device)
+    return [_codes[v, index] for v in variants]
+
+
+def compile_and_load(
+    calls: Iterable[tuple[KernelCall, torch.device]],
+    share: tuple[int, int] = (0, 1),
+    progress: compiler.Progress | None = None,
+) -> None:
+    """Compile what these launches need, and load it unless other processes compile a share."""
+    calls = [(call, device) for call, device in calls if call.programs > 0]
+    compiler.compile_all(calls, share, progress)
+    if share == (0, 1) and torch.version.hip is None:
+        for call, device in calls:
+            with torch.cuda.device(device):
+                _loaded([compiler.variant(call)], device)
+
+
+def _load(needed: compiler.Variant, kernel: Any, device: torch.device) -> _Code:
+    metadata, given, kinds = kernel.metadata, [], []
+    for parameter in needed.parameters:
+        if parameter.kind == compiler.CONSTANT:
+            continue
+        if parameter.kind.startswith("tensordesc"):
+            given.append((parameter.name, "matrix"))
+            kinds += ["matrix", "i", "i", "q", "q"]  # itself, its shape, its strides
+        else:
+            kind = "pointer" if parameter.kind[0] == "*" else _FORMATS[parameter.kind]
+            given.append((parameter.name, kind))
+            kinds.append(kind)
+    kinds += ["q", "q"]  # Triton's scratch memory, which no kernel here asks for
+    assert not metadata.global_scratch_size, metadata.name
+    function = cuda_driver.load(kernel.asm["cubin"], metadata.name, metadata.shared, device)
+    boxes = [tuple(box["block_size"]) for box in getattr(metadata, "tensordesc_meta", None) or ()]
+    layout = cuda_driver.Layout(kinds)
+    return _Code(
+        function, metadata.name, 32 * metadata.num_warps, metadata.shared, layout, given, boxes
+    )

@@ -63,7 +63,8 @@ class Call:
     """Something to time, and how to read its result.
 
     ``outputs(result)`` gives the outputs by their canonical names and shapes, and the states as
-    rows in sequence order. ``mutable`` are the tensors that ``run`` updates in place.
+    rows in sequence order. ``mutable`` are the tensors that ``run`` updates in place. ``run``
+    allocates its other outputs, as a user's call does: eager calls are timed too.
     """
 
     run: Callable[[], Any]

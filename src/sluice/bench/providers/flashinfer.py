@@ -43,14 +43,14 @@ class FlashInfer(Provider):
         i, pool = job.inputs, job.inputs["state"]
         q, k, v = (i[name][0].contiguous() for name in ("q", "k", "v"))
         alpha, beta = i["g"][0].exp(), i["beta"][0].contiguous()
-        out = torch.empty_like(v)
         longest = max(job.case.sequence_lengths)
 
         def run() -> tuple[Tensor, Tensor]:
             return chunk(
                 q, k, v, alpha, beta,
                 initial_state=pool, output_state=pool, state_indices=i["slots"],
-                output_final_state=True, cu_seqlens=i["cu_seqlens"], max_seqlen=longest, output=out,
+                output_final_state=True, cu_seqlens=i["cu_seqlens"], max_seqlen=longest,
+                output=torch.empty_like(v),
             )  # fmt: skip
 
         return Call(
@@ -93,12 +93,12 @@ class FlashInfer(Provider):
     def _decode(self, job: Job) -> Call:
         decode = load("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
         i, pool = job.inputs, job.inputs["state"]
-        out = torch.empty_like(i["v"])
 
         def run() -> tuple[Tensor, Tensor]:
             return decode(
                 i["q"], i["k"], i["v"], None, i["A_log"], i["g"], i["dt_bias"], i["beta"],
-                initial_state=pool, initial_state_indices=i["slots"], output=out,
+                initial_state=pool, initial_state_indices=i["slots"],
+                output=torch.empty_like(i["v"]),
             )  # fmt: skip
 
         return Call(run, lambda r: {"o": r[0], "state": job.rows()}, mutable=(pool,))
@@ -107,7 +107,6 @@ class FlashInfer(Provider):
         """Keep the state after each draft token, then copy the accepted one into the pool."""
         c, i, pool = job.case, job.inputs, job.inputs["state"]
         decode = load("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
-        out = torch.empty_like(i["v"])
         kept = pool.new_empty(c.N, c.tokens, *pool.shape[1:])
         slots = i["slots"].long()
         row = torch.arange(c.N, device=job.device) * c.tokens
@@ -116,7 +115,8 @@ class FlashInfer(Provider):
         def run() -> Tensor:
             o, _ = decode(
                 i["q"], i["k"], i["v"], None, i["A_log"], i["g"], i["dt_bias"], i["beta"],
-                initial_state=pool, initial_state_indices=i["slots"], output=out,
+                initial_state=pool, initial_state_indices=i["slots"],
+                output=torch.empty_like(i["v"]),
                 intermediate_states_buffer=kept, disable_state_update=True,
             )  # fmt: skip
             pool.index_copy_(0, slots, kept.flatten(0, 1).index_select(0, row + accepted - 1))

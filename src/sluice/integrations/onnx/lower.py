@@ -12,44 +12,46 @@ tensors, which torch turns into inputs and outputs of the graph.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from sluice import calls
 from sluice.contract.errors import ContractError
+from sluice.contract.meta import Meta
 from sluice.layers.weights import split_interleaved
+
+if TYPE_CHECKING:
+    from sluice.calls import Operator
 
 DOMAIN = "com.microsoft"
 NORM_EPS = 1e-6  # of the l2 norm, docs/contract.md
 
 
-def lower(op: calls.Operator, t: Any, options: tuple[Any, ...], backend: str | None) -> None:
+def lower(op: Operator, t: Any, options: tuple[Any, ...], backend: str | None) -> None:
     """Write a call's ONNX nodes instead of running it; refuses what no node expresses."""
     o = SimpleNamespace(**dict(zip(op.spec.OPTIONS, options, strict=True)))
     _refuse(op.name, t, o, backend)
-    _LOWER[op.name](op.name, t, o)
+    _LOWER[op.name](op, t, o)
 
 
-def _checked(op: str, t: Any, o: Any) -> Any:
+def _checked(op: Operator, t: Any, o: Any) -> Any:
     """The spec of a call, checked."""
-    operator = calls.OPERATORS[op]
-    options = [getattr(o, name) for name in operator.spec.OPTIONS]
-    spec = operator.spec.make(op, [calls.meta_of(x) for x in t], options)
-    operator.check(spec)
+    metas = [None if x is None else Meta(x.shape, x.stride(), x.dtype, x.device) for x in t]
+    spec = op.spec.make(op.name, metas, [getattr(o, name) for name in op.spec.OPTIONS])
+    op.check(spec)
     return spec
 
 
 # --------------------------------------------------------------------------------- the operators
 
 
-def _delta(op: str, t: Any, o: Any) -> None:
+def _delta(op: Operator, t: Any, o: Any) -> None:
     """``prefill`` and ``decode``: a graph has no limit on tokens, so one form serves both."""
     traced = not isinstance(t.q.shape[1], int)
-    p = _checked("prefill" if traced else op, t, o)
-    _one_row_a_sequence(op, t.state, "state", p.B)
+    p = _checked(op._replace(name="prefill") if traced else op, t, o)
+    _one_row_a_sequence(op.name, t.state, "state", p.B)
     g, beta = _float(t.g), _float(t.beta)
     if t.A_log is not None:
         g = raw_decay(g, t.A_log, t.dt_bias)
@@ -63,15 +65,15 @@ def _delta(op: str, t: Any, o: Any) -> None:
     _write(t.state, present, swapped=o.state_layout == "vk")
 
 
-def _conv(op: str, t: Any, o: Any) -> None:
+def _conv(op: Operator, t: Any, o: Any) -> None:
     p = _checked(op, t, o)
-    y = _convolve(op, t, o, p.B)
+    y = _convolve(op.name, t, o, p.B)
     t.out.copy_(y.to(t.out.dtype))
 
 
-def _conv_qkv(op: str, t: Any, o: Any) -> None:
+def _conv_qkv(op: Operator, t: Any, o: Any) -> None:
     p = _checked(op, t, o)
-    y = _convolve(op, t, o, p.B)
+    y = _convolve(op.name, t, o, p.B)
     q, k, v = split_heads(y, p)
     if o.normalize_qk:
         q, k = unit(q), unit(k)
@@ -83,15 +85,15 @@ def _conv_qkv(op: str, t: Any, o: Any) -> None:
         t.beta.copy_(write_strength(t.b.float(), o.neg_eigval))
 
 
-def _norm(op: str, t: Any, o: Any) -> None:
+def _norm(op: Operator, t: Any, o: Any) -> None:
     _checked(op, t, o)
     t.out.copy_(gated_norm(t.x, t.z, t.weight, o.eps, o.activation).to(t.out.dtype))
 
 
-def _step(op: str, t: Any, o: Any) -> None:
+def _step(op: Operator, t: Any, o: Any) -> None:
     """A whole layer, with nothing rounded in between."""
     p = _checked(op, _one_token(t), o)
-    _one_row_a_sequence(op, t.state, "state", p.N)
+    _one_row_a_sequence(op.name, t.state, "state", p.N)
     qkv, z, b, a = t.qkv, t.z, t.b, t.a
     if o.order == "interleaved":
         heads = SimpleNamespace(num_k_heads=p.HK, r=p.HV // p.HK, head_k_dim=p.K, head_v_dim=p.V)
@@ -105,7 +107,7 @@ def _step(op: str, t: Any, o: Any) -> None:
         x=qkv, weight=t.conv_weight, bias=t.conv_bias, state=t.conv_state, has_state=t.has_state
     )
     convolution = SimpleNamespace(activation=o.conv_activation, freeze=False)
-    y = _convolve(op, window, convolution, p.N)
+    y = _convolve(op.name, window, convolution, p.N)
     q, k, v = split_heads(y, p)
     if o.normalize_qk:
         q, k = unit(q), unit(k)

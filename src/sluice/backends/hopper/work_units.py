@@ -1,20 +1,20 @@
-"""What the Gluon kernels of prefill share: where a program's tokens and a state's elements lie."""
+"""Work units: which tokens of which sequence a program owns.
 
-# ruff: noqa: RET505 (what a kernel may not say, and constants decide)
+Both GPU backends number them alike. Sequence i owns the units from ``cu_seqlens[i] // size + i``
+on, which is enough for any length, so the host never needs to know the lengths.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of one partition
-
 
 @gluon.jit
 def find_sequence(unit, cu_seqlens_ptr, N, size):
-    """The sequence that owns work unit ``unit``, as Triton's prefill counts them; N: the tail.
+    """The sequence that owns ``unit``, and the unit's number in it.
 
-    Sequence i owns the units from cu_seqlens[i] // size + i on.
+    Units of the tokens after the last sequence belong to "sequence" N.
     """
     low = unit * 0
     high = low + N
@@ -30,7 +30,10 @@ def find_sequence(unit, cu_seqlens_ptr, N, size):
 
 @gluon.jit
 def unit_span(unit, cu_seqlens_ptr, N, T, size):
-    """Sequence, its first token (of all B * T), the unit's number in it, and the sequence's end."""
+    """The sequence of ``unit``, its first token, the unit's number in it, and its end.
+
+    Tokens are numbered over all B * T.
+    """
     if cu_seqlens_ptr is None:
         units = gl.maximum((T + size - 1) // size, 1)
         seq = unit // units
@@ -44,17 +47,3 @@ def unit_span(unit, cu_seqlens_ptr, N, T, size):
         if seq < N:
             end = gl.load(cu_seqlens_ptr + seq + 1).to(gl.int32)
     return seq, start, number, end
-
-
-@gluon.jit
-def state_offsets(
-    first_row, layout: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    STATE_KV: gl.constexpr,
-):  # fmt: skip
-    """Where the elements of Sᵀ [ROWS, K] lie in a state [V, K], or [K, V] with STATE_KV."""
-    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, K, gl.SliceLayout(0, layout))
-    if STATE_KV:
-        return gl.expand_dims(rows, 1) + gl.expand_dims(columns, 0) * V
-    else:
-        return gl.expand_dims(rows, 1) * K + gl.expand_dims(columns, 0)

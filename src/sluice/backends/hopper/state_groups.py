@@ -1,0 +1,323 @@
+"""The state role of hopper_state_kernel: a group of four warps holds 64 value columns of a state.
+
+state_kernel.py has the equations. The chain from one state to the next has three products: K S, D,
+and the update of S. Everything else (the output, its store, the next chunk's values) happens while
+the tensor cores work on the next chunk's first product.
+
+QKg and D meet in float16. Each row of QKg is multiplied by a power of two (state_products.py), and
+so is each value column of D, here. In bfloat16 their product would lose two bits where keys repeat
+(docs/numerics.md). Hard chunks, whose keys nearly repeat, run one by one with more bits
+(``hard_chunk``).
+"""
+
+# ruff: noqa: RET505 (constexpr branches stay if/else)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sluice.backends.hopper.constants import GROUP_V, C
+from sluice.backends.hopper.gluon_api import async_store, barrier, reinterpret
+from sluice.backends.hopper.layouts import accumulator, left_operand
+from sluice.backends.hopper.state_args import advance
+
+
+@gluon.jit
+def run_state(args, sizes, GROUP: gl.constexpr):
+    """Take 64 value columns of a state through all tokens of the program."""
+    K: gl.constexpr = sizes.K
+    GROUPS: gl.constexpr = sizes.GROUPS
+    OUTPUT: gl.constexpr = sizes.OUTPUT
+    tiles = args.tiles
+    factors = args.factors
+    barriers = args.barriers
+    dtype: gl.constexpr = tiles.kq.dtype
+    acc_c: gl.constexpr = accumulator(C)
+    acc_k: gl.constexpr = accumulator(K)
+    left_c: gl.constexpr = left_operand(C)
+    left_k: gl.constexpr = left_operand(K)
+    zero = gl.zeros([GROUP_V, C], gl.float32, acc_c)
+    zero_uo = zero
+    if OUTPUT:
+        zero_uo = gl.zeros([GROUP_V, 2 * C], gl.float32, acc_k)
+    has_values = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, acc_c)) < args.values * C, 0)
+    column_v = args.column_v + GROUP * GROUP_V
+    first_v = args.first_v + GROUP * GROUP_V
+    row = args.row
+    tokens = args.tokens
+
+    if OUTPUT and not args.live:
+        for t in range(0, tokens, C):
+            o_ptr = args.o_ptr + column_v
+            store_output(o_ptr, zero.to(dtype), row + t, tokens - t, args.stride_o_t)
+    if args.live:
+        S = load_state(args, first_v, sizes)
+        chunks = gl.cdiv(tokens, C)
+        chunk = 0
+        turns = 0
+        stage = 0
+        phase = 0
+        while chunk < chunks:
+            run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
+            mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+            mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+            if run == 0:
+                S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+                barrier()
+                mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                if OUTPUT:
+                    first = row + chunk * C
+                    count = tokens - chunk * C
+                    store_output(args.o_ptr + column_v, o.to(dtype), first, count, args.stride_o_t)
+                chunk += 1
+                stage, phase = advance(stage, phase, sizes.STAGES)
+            else:
+                s_left = gl.convert_layout(S, left_c).to(dtype)
+                kq_t = tiles.kq.index(stage).permute((1, 0))
+                u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False)  # with OUTPUT: U and Q S
+                v = load_values(tiles.v.index(stage * GROUPS + GROUP), has_values, OUTPUT)
+                v = v * per_token(factors.beta, stage)
+                beta_decay_in = per_token(factors.beta_decay_in, stage)
+                for i in range(run):
+                    if GROUPS == 2:  # in turns: one computes while the other has the tensor cores
+                        mine = barriers.turn.index(GROUP)
+                        number = turns + i
+                        mbarrier.wait(mine, (number + 1 - GROUP) % 2, pred=number >= 1 - GROUP)
+                    if OUTPUT:
+                        u, o = split_uo(u)
+                    w = v - u * beta_decay_in
+                    w_left = gl.convert_layout(w, left_c).to(dtype)
+                    ag_t = tiles.ag.index(stage).permute((1, 0))
+                    d = warpgroup_mma(w_left, ag_t, zero, use_acc=False, is_async=True)
+                    decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, acc_k))
+                    S = S * gl.expand_dims(decay_all, 1)
+                    decay_out = per_token(factors.decay_out, stage)
+                    next_stage = stage + 1
+                    if next_stage == sizes.STAGES:
+                        next_stage = 0
+                        phase = phase ^ 1
+                    d = warpgroup_mma_wait(0, deps=[d])
+                    d_k = gl.convert_layout(d * decay_out, left_k).to(dtype)
+                    k_smem = tiles.kq.index(stage).slice(0, C, 0)
+                    # The chain waits for the state. A group alone issues its product first and has
+                    # registers for the output's after it. With two groups, issue the output first:
+                    # registers cannot hold both.
+                    if GROUPS == 1:
+                        S = warpgroup_mma(d_k, k_smem, S, is_async=True)
+                    if OUTPUT:
+                        d_left, up, down = to_float16(d)
+                        o = o * per_token(factors.qs_up, stage) * up
+                        qkg_t = tiles.qkg.index(stage).permute((1, 0))
+                        o = warpgroup_mma(d_left, qkg_t, o, is_async=True)
+                    if GROUPS == 2:
+                        S = warpgroup_mma(d_k, k_smem, S, is_async=True)
+                        mbarrier.arrive(barriers.turn.index(1 - GROUP), count=1)
+                        if OUTPUT:
+                            o = warpgroup_mma_wait(1, deps=[o])
+                            o = o * per_token(factors.o_down, stage) * down
+                            stage_output(o, tiles.o, GROUP)
+                        S = warpgroup_mma_wait(0, deps=[S])
+                    elif OUTPUT:
+                        S = warpgroup_mma_wait(1, deps=[S])
+                    else:
+                        S = warpgroup_mma_wait(0, deps=[S])
+                    # Round S again for each chunk: the compiler would unpack and repack 16-bit
+                    # pairs that a loop carries.
+                    s_left = gl.convert_layout(S, left_c).to(dtype)
+                    mbarrier.wait(barriers.tiles_ready.index(next_stage), phase, pred=i + 1 < run)
+                    kq_t = tiles.kq.index(next_stage).permute((1, 0))
+                    u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False, is_async=True)
+                    # Meanwhile: the output, and the next chunk's values and factors.
+                    if OUTPUT and GROUPS == 1:
+                        o = warpgroup_mma_wait(1, deps=[o])
+                        o = o * per_token(factors.o_down, stage) * down
+                        stage_output(o, tiles.o, GROUP)
+                    barrier()
+                    mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                    if OUTPUT:
+                        t = row + (chunk + i) * C
+                        o_smem = tiles.o.index(GROUP)
+                        async_store(args.o_desc, [t, column_v], o_smem)
+                    v = load_values(tiles.v.index(next_stage * GROUPS + GROUP), has_values, OUTPUT)
+                    mbarrier.wait(barriers.qkg_ready.index(next_stage), phase, pred=i + 1 < run)
+                    if GROUPS == 1:
+                        v = v * per_token(factors.beta, next_stage)
+                        beta_decay_in = per_token(factors.beta_decay_in, next_stage)
+                    u = warpgroup_mma_wait(0, deps=[u])
+                    if GROUPS == 2:  # only now are there registers for it
+                        v = v * per_token(factors.beta, next_stage)
+                        beta_decay_in = per_token(factors.beta_decay_in, next_stage)
+                    stage = next_stage
+                chunk += run
+                turns += run
+        if OUTPUT:
+            tma.store_wait(0)
+        if args.write:
+            # The compiler cannot know that this is 0. If it did, it would keep the offsets of
+            # load_state through the loop, in half of the registers.
+            nothing = gl.minimum(tokens, 0)
+            store_state(args.target_ptr, S, first_v + nothing, sizes)
+
+
+@gluon.jit
+def hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP: gl.constexpr):
+    """A hard chunk: the state after it and Oᵀ [64, C].
+
+    Its Ag is float16 times 2⁸ in the same memory. βW is float16 too, and the state takes D as a sum
+    of two terms.
+    """
+    OUTPUT: gl.constexpr = sizes.OUTPUT
+    factors = args.factors
+    kq_smem = args.tiles.kq.index(stage)
+    v_smem = args.tiles.v.index(stage * sizes.GROUPS + GROUP)
+    ag_smem = args.tiles.ag.index(stage)
+    qkg_smem = args.tiles.qkg.index(stage)
+    dtype: gl.constexpr = kq_smem.dtype
+    acc_c: gl.constexpr = accumulator(C)
+    left_c: gl.constexpr = left_operand(C)
+    left_k: gl.constexpr = left_operand(sizes.K)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
+    s_left = gl.convert_layout(S, left_c).to(dtype)
+    u = warpgroup_mma(s_left, kq_smem.permute((1, 0)), zero_uo, use_acc=False)
+    o = u
+    if OUTPUT:
+        u, o = split_uo(u)
+    v = load_values(v_smem, has_values, OUTPUT)
+    w = v * per_token(factors.beta, stage)
+    w = w - u * per_token(factors.beta_decay_in, stage)
+    w_left, _, down = to_float16(w)
+    ag_t = reinterpret(ag_smem, gl.float16, [C, C], square).permute((1, 0))
+    zero = gl.zeros([GROUP_V, C], gl.float32, acc_c)
+    d = warpgroup_mma(w_left, ag_t, zero, use_acc=False) * (down / 256.0)
+    if OUTPUT:
+        d_left, up, down = to_float16(d)
+        o = o * per_token(factors.qs_up, stage) * up
+        o = warpgroup_mma(d_left, qkg_smem.permute((1, 0)), o)
+        o = o * per_token(factors.o_down, stage) * down
+    d = d * per_token(factors.decay_out, stage)
+    decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, S.type.layout))
+    S = S * gl.expand_dims(decay_all, 1)
+    k_smem = kq_smem.slice(0, C, 0)
+    rest = d - d.to(dtype).to(gl.float32)
+    S = warpgroup_mma(gl.convert_layout(rest, left_k).to(dtype), k_smem, S)
+    S = warpgroup_mma(gl.convert_layout(d, left_k).to(dtype), k_smem, S)
+    return S, o
+
+
+@gluon.jit
+def count_ordinary(hard_ptr, chunks):
+    """How many chunks from this one on are not hard, up to 256."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])  # the same in each warp
+    number = gl.arange(0, 256, layout)
+    on = number < chunks
+    hard = gl.load(hard_ptr + number * C, mask=on, other=1)
+    return gl.min(gl.where(hard != 0, number, 256), axis=0)
+
+
+@gluon.jit
+def per_token(factor, stage):
+    """A factor of a chunk as [1, C], to multiply [64, C]."""
+    return gl.expand_dims(factor.index(stage).load(gl.SliceLayout(0, accumulator(C))), 0)
+
+
+@gluon.jit
+def load_values(v_smem, has_values, OUTPUT: gl.constexpr):
+    """Vᵀ [64, C] in float32; zeros for a segment's transition."""
+    v = v_smem.permute((1, 0)).load(accumulator(C)).to(gl.float32)
+    if not OUTPUT:
+        v = gl.where(has_values, v, 0.0)
+    return v
+
+
+@gluon.jit
+def split_uo(uo):
+    """(S [Kᵀ Qᵀ]) [64, 2 C] as Uᵀ and Oᵀ [64, C], which stay in their registers."""
+    uo = gl.permute(gl.reshape(uo, [GROUP_V, 2, C]), (0, 2, 1))
+    u, o = gl.split(uo)
+    return gl.convert_layout(u, accumulator(C)), gl.convert_layout(o, accumulator(C))
+
+
+@gluon.jit
+def to_float16(x):
+    """x [64, C] in float16 as a left operand, each row times a power of two; it and its inverse.
+
+    The largest entry of a row lands in [2¹³, 2¹⁴), or lower if it is less than 2⁻⁴⁷: Q S is
+    multiplied by the same power and must not overflow. Rows of zeros stay as they are.
+    """
+    bits = gl.max(gl.abs(x), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
+    bits = gl.where(bits == 0, (127 + 13) * (1 << 23), gl.maximum(bits, (127 - 47) * (1 << 23)))
+    up = (254 * (1 << 23) - bits + 13 * (1 << 23)).to(gl.float32, bitcast=True)
+    down = (bits - 13 * (1 << 23)).to(gl.float32, bitcast=True)
+    up = gl.expand_dims(up, 1)
+    x_left = gl.convert_layout(x * up, left_operand(C)).to(gl.float16)
+    return x_left, up, gl.expand_dims(down, 1)
+
+
+@gluon.jit
+def stage_output(o, o_bufs, GROUP: gl.constexpr):
+    """Put Oᵀ [64, C] into shared memory, once the store of the previous chunk has read from it."""
+    tma.store_wait(0)
+    o_bufs.index(GROUP).permute((1, 0)).store(o.to(o_bufs.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def store_output(o_ptr, o, row, count, stride_o_t):
+    """Store the first ``count`` columns of Oᵀ [64, C] as tokens from ``row`` on."""
+    acc: gl.constexpr = accumulator(C)
+    tokens = gl.arange(0, C, gl.SliceLayout(0, acc))
+    columns = gl.arange(0, GROUP_V, gl.SliceLayout(1, acc))
+    at = gl.expand_dims((row + tokens).to(gl.int64) * stride_o_t, 0) + gl.expand_dims(columns, 1)
+    mask = gl.expand_dims(tokens < count, 0) & gl.expand_dims(columns < GROUP_V, 1)
+    gl.store(o_ptr + at, o, mask=mask)
+
+
+@gluon.jit
+def state_offsets(first_v, K: gl.constexpr, V: gl.constexpr, STATE_KV: gl.constexpr):
+    """Where the elements of Sᵀ [64, K] lie in a state [V, K], or [K, V] with STATE_KV."""
+    layout: gl.constexpr = accumulator(K)
+    rows = first_v + gl.arange(0, GROUP_V, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, K, gl.SliceLayout(0, layout))
+    if STATE_KV:
+        return gl.expand_dims(rows, 1) + gl.expand_dims(columns, 0) * V
+    else:
+        return gl.expand_dims(rows, 1) * K + gl.expand_dims(columns, 0)
+
+
+@gluon.jit
+def load_state(args, first_v, sizes):
+    """Sᵀ [64, K] before the tokens. A segment's effect begins with zeros, or with the identity."""
+    K: gl.constexpr = sizes.K
+    V: gl.constexpr = sizes.V
+    if sizes.OUTPUT:
+        at = state_offsets(first_v, K, V, sizes.STATE_KV)
+        on = (at >= 0) & args.has_source
+        S = gl.load(args.source_ptr + at, mask=on, other=0.0).to(gl.float32)
+        if args.segments_ptr is not None:
+            at = state_offsets(first_v, K, V + K, True)
+            S += gl.load(args.segments_ptr + at, mask=(at >= 0) & args.is_split, other=0.0)
+    else:
+        layout: gl.constexpr = accumulator(K)
+        rows = first_v + gl.arange(0, GROUP_V, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, K, gl.SliceLayout(0, layout))
+        diagonal = gl.expand_dims(rows, 1) == gl.expand_dims(columns, 0)
+        S = diagonal.to(gl.float32) * (1 - args.values).to(gl.float32)
+    return S
+
+
+@gluon.jit
+def store_state(target_ptr, S, first_v, sizes):
+    """Store Sᵀ [64, K] after the tokens: a state, or half of a segment's effect [K, V + K]."""
+    if sizes.OUTPUT:
+        at = state_offsets(first_v, sizes.K, sizes.V, sizes.STATE_KV)
+    else:
+        at = state_offsets(first_v, sizes.K, sizes.V + sizes.K, True)
+    gl.store(target_ptr + at, S.to(target_ptr.dtype.element_ty))

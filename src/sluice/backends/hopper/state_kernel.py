@@ -1,0 +1,252 @@
+"""The serial half of chunked prefill on Hopper, in Gluon: the state stays in registers.
+
+Per chunk of C = 64 tokens (docs/kernels/symbols.md), with γ the cumulative log decay in the chunk:
+
+    Uᵀ     = Sᵀ Kᵀ
+    (βW)ᵀ  = β Vᵀ - β e^γ Uᵀ
+    Dᵀ     = (βW)ᵀ Agᵀ
+    Oᵀ     = scale (e^γ Sᵀ Qᵀ + Dᵀ QKgᵀ)
+    Sᵀ    <- e^γ_C Sᵀ + (e^(γ_C - γ) Dᵀ) K
+
+Sᵀ [64, K] and what follows from it are left operands, from registers: the chain from one state to
+the next never passes through shared memory. Ag and γ come from hopper_chunks_kernel.
+
+A program has warps of three roles. The loader, one warp, brings tiles by TMA, STAGES chunks ahead,
+and makes factors from the gates (state_loader.py). Four warps make the products QKg
+(state_products.py). A state group, four warps, holds 64 value columns of one head
+(state_groups.py); with BLOCK_V = 128 two groups share the tiles and take turns.
+
+Without OUTPUT the same kernel makes the effect of a segment on any state, S -> M S + S_zero: S_zero
+is the state after the segment from zero, and M, the transition, is the state after it from the
+identity and without values.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sluice.backends.hopper.constants import GROUP_V, C
+from sluice.backends.hopper.state_args import (
+    Barriers,
+    Factors,
+    LoaderArgs,
+    ProductsArgs,
+    Sizes,
+    StateArgs,
+    Tiles,
+)
+from sluice.backends.hopper.state_groups import run_state
+from sluice.backends.hopper.state_loader import run_loader
+from sluice.backends.hopper.state_products import run_products
+from sluice.backends.hopper.work_units import unit_span
+from sluice.backends.triton.arguments import INDICES
+
+
+@gluon.jit(
+    do_not_specialize=["N", "T", "pad_slot", "segment_size", "stride_gates_h"],
+    do_not_specialize_on_alignment=INDICES,
+)
+def hopper_state_kernel(
+    q_desc,  # [B * T, HQ * K], block [C, 64]
+    k_desc,  # [B * T, HK * K], block [C, 64]
+    v_desc,  # [B * T, HV * V], block [C, 64]
+    ag_desc,  # [B * T, HV * C], block [C, C]
+    o_desc,  # [B * T, HV * V], block [C, 64]
+    o_ptr,  # the same tensor
+    beta32_ptr,  # [HV, B * T] float32
+    g2_ptr,  # [HV, B * T] float32: γ in powers of two; None without g
+    r_k_ptr,  # [HK, B * T] float32: inverse lengths of the keys; None without norm
+    hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
+    segments_ptr,  # [units, HV, K, V + K] float32: S_zero | M without OUTPUT, else states; or None
+    state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
+    slots_ptr,  # [N]; None: sequence i has slot i
+    write_slots_ptr,  # [N]; None: slots
+    has_state_ptr,  # [N]; None: all have
+    cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    scale,
+    N,
+    T,
+    pad_slot,
+    segment_size,
+    stride_o_t,
+    stride_gates_h,  # of beta32, g2, r_k and hard
+    stride_state_p,
+    HQ: gl.constexpr,
+    HK: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    STATE_KV: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):
+    GROUPS: gl.constexpr = BLOCK_V // GROUP_V
+    BLOCKS_V: gl.constexpr = V // BLOCK_V
+    BLOCKS: gl.constexpr = BLOCKS_V if OUTPUT else BLOCKS_V + K // BLOCK_V
+    gdc_wait()  # for the kernels before this one: see tiles.begin
+    gdc_launch_dependents()
+
+    # The tokens of this program
+    pid = gl.program_id(0)
+    block = pid % BLOCKS
+    head_v = (pid // BLOCKS) % HV
+    unit = pid // (BLOCKS * HV)
+    head_k = head_v // (HV // HK)
+    head_q = head_v // (HV // HQ)
+    seq, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
+    row = start + segment * segment_size
+    if seq >= N:
+        end = row
+    tokens = gl.maximum(gl.minimum(end - row, segment_size), 0)
+    exists = (seq < N) & ((tokens > 0) | (segment == 0))
+    live = exists
+    slot = gl.minimum(seq, N - 1).to(gl.int64)
+    if slots_ptr is not None:
+        slot = gl.load(slots_ptr + gl.minimum(seq, N - 1)).to(gl.int64)
+        live = live & (slot > pad_slot)
+    values = 1
+    if not OUTPUT:
+        values = (block < BLOCKS_V).to(gl.int32)  # the later blocks make M
+        live = live & (end - row > segment_size)  # all segments but the last
+        tokens = gl.where(live, tokens, 0)
+        block = block % BLOCKS_V
+    first_v = block * BLOCK_V
+    column_v = head_v * V + first_v
+
+    # Offsets in int64: P * HV * V * K passes 2**31 at 4,096 slots
+    state_ptr += head_v * (V * K)
+    beta32_ptr += head_v.to(gl.int64) * stride_gates_h
+    if g2_ptr is not None:
+        g2_ptr += head_v.to(gl.int64) * stride_gates_h
+    if r_k_ptr is not None:
+        r_k_ptr += head_k.to(gl.int64) * stride_gates_h
+    hard_ptr += head_k.to(gl.int64) * stride_gates_h
+
+    sizes = Sizes(K, V, GROUPS, STAGES, STATE_KV, OUTPUT)
+    tiles = allocate_tiles(k_desc, v_desc, ag_desc, sizes)
+    factors = allocate_factors(STAGES)
+    barriers = allocate_barriers(STAGES, GROUPS)
+
+    # The states of this program
+    has_source = live
+    write = live
+    is_split = end - start > segment_size
+    if OUTPUT:
+        source_ptr = state_ptr + slot * stride_state_p
+        if has_state_ptr is not None:
+            has_source = has_source & (gl.load(has_state_ptr + gl.minimum(seq, N - 1)) != 0)
+        if write_slots_ptr is not None:
+            slot = gl.load(write_slots_ptr + gl.minimum(seq, N - 1)).to(gl.int64)
+        write = write & (slot > pad_slot) & (row + tokens >= end)
+        target_ptr = state_ptr + slot * stride_state_p
+        if segments_ptr is not None:
+            # A split sequence takes even its first state from the workspace: the program that ends
+            # the sequence may write the pool before another has begun.
+            has_source = has_source & (end - start <= segment_size)
+            before = gl.where(segment > 0, unit - 1, unit + (end - start - 1) // segment_size)
+            segments_ptr += (before.to(gl.int64) * HV + head_v) * (K * (V + K))
+    else:
+        source_ptr = segments_ptr
+        target_ptr = segments_ptr + (unit.to(gl.int64) * HV + head_v) * (K * (V + K))
+        target_ptr += gl.where(values != 0, 0, V)
+
+    live_tokens = gl.where(live, tokens, 0)
+    loader = LoaderArgs(
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, ag_desc=ag_desc,
+        row=row, tokens=live_tokens,
+        column_q=head_q * K, column_k=head_k * K, column_ag=head_v * C, column_v=column_v,
+        has_values=values != 0,
+        beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, r_k_ptr=r_k_ptr,
+        tiles=tiles, factors=factors, barriers=barriers,
+    )  # fmt: skip
+    products = ProductsArgs(
+        row=row, tokens=live_tokens, tiles=tiles, factors=factors, barriers=barriers, scale=scale,
+        NORMALIZE_QK=r_k_ptr is not None,
+    )  # fmt: skip
+    state = StateArgs(
+        tiles=tiles, factors=factors, barriers=barriers, o_desc=o_desc, o_ptr=o_ptr,
+        source_ptr=source_ptr, has_source=has_source, segments_ptr=segments_ptr, is_split=is_split,
+        target_ptr=target_ptr, write=write, live=live, row=row, tokens=tokens,
+        column_v=column_v, first_v=first_v, values=values, stride_o_t=stride_o_t, hard_ptr=hard_ptr,
+    )  # fmt: skip
+    # (role, arguments); then the warps and the registers per thread of all roles but the first
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (run_state, (state, sizes, 0)),
+                (run_products, (products, sizes)),
+                (run_loader, (loader, sizes)),
+            ],
+            [4, 1],
+            [152, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (run_state, (state, sizes, 0)),
+                (run_state, (state, sizes, 1)),
+                (run_products, (products, sizes)),
+                (run_loader, (loader, sizes)),
+            ],
+            [4, 4, 1],
+            [200, 80, 32],
+        )
+
+
+@gluon.jit
+def allocate_tiles(k_desc, v_desc, ag_desc, sizes):
+    """The tiles. TMA and the tensor cores share the descriptors' layouts."""
+    dtype: gl.constexpr = k_desc.dtype
+    KEYS: gl.constexpr = 2 * C if sizes.OUTPUT else C
+    VALUES: gl.constexpr = sizes.STAGES * sizes.GROUPS
+    kq = gl.allocate_shared_memory(dtype, [sizes.STAGES, KEYS, sizes.K], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [VALUES, C, GROUP_V], v_desc.layout)
+    ag = gl.allocate_shared_memory(dtype, [sizes.STAGES, C, C], ag_desc.layout)
+    if sizes.OUTPUT:
+        square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
+        qkg = gl.allocate_shared_memory(gl.float16, [sizes.STAGES, C, C], square)
+        o = gl.allocate_shared_memory(dtype, [sizes.GROUPS, C, GROUP_V], v_desc.layout)
+    else:  # never read
+        qkg = ag
+        o = v
+    return Tiles(kq, v, ag, qkg, o)
+
+
+@gluon.jit
+def allocate_factors(STAGES: gl.constexpr):
+    """The factors."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    beta_decay_in = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    decay_out = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    qs_up = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    o_down = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    decay_all = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    beta = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    r_q = gl.allocate_shared_memory(gl.float32, [C], layout)
+    g2 = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    r_k = gl.allocate_shared_memory(gl.float32, [STAGES, C], layout)
+    return Factors(beta, beta_decay_in, decay_out, qs_up, o_down, decay_all, g2, r_k, r_q)
+
+
+@gluon.jit
+def allocate_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """The mbarriers, initialised."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    factors_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    qkg_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    stage_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(tiles_ready.index(stage), count=1)
+        mbarrier.init(factors_ready.index(stage), count=1)
+        mbarrier.init(qkg_ready.index(stage), count=1)
+        mbarrier.init(stage_free.index(stage), count=GROUPS)
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), count=1)
+    fence_async_shared()
+    return Barriers(tiles_ready, factors_ready, qkg_ready, stage_free, turn)

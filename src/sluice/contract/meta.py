@@ -1,0 +1,71 @@
+"""What a tensor looks like, without the tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Meta(NamedTuple):
+    """What a tensor looks like. It has a tensor's view methods, for canonical forms."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def stride(self) -> tuple[int, ...]:
+        """As a tensor's: canonical forms are made of tensors and metas alike."""
+        return self.strides
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_dense(self) -> bool:
+        """Whether elements lie one after another, without gaps, in the order of the indices."""
+        span = 1
+        for size, step in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and step != span:
+                return self.numel() == 0
+            span *= size
+        return True
+
+    def squeeze(self, dim: int) -> Meta:
+        shape, strides = list(self.shape), list(self.strides)
+        del shape[dim], strides[dim]
+        return self._replace(shape=tuple(shape), strides=tuple(strides))
+
+    def unsqueeze(self, dim: int) -> Meta:
+        shape, strides = list(self.shape), list(self.strides)
+        shape.insert(dim, 1)
+        strides.insert(dim, self.shape[dim] * self.strides[dim] if dim < self.dim() else 1)
+        return self._replace(shape=tuple(shape), strides=tuple(strides))
+
+    def transpose(self, a: int, b: int) -> Meta:
+        order = list(range(self.dim()))
+        order[a], order[b] = order[b], order[a]
+        return self._replace(
+            shape=tuple(self.shape[i] for i in order), strides=tuple(self.strides[i] for i in order)
+        )
+
+    def narrow(self, dim: int, start: int, length: int) -> Meta:
+        shape = list(self.shape)
+        shape[dim] = length
+        return self._replace(shape=tuple(shape))
+
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Meta:
+        """A dense tensor on the same device."""
+        strides, span = [], 1
+        for size in reversed(shape):
+            strides.append(span)
+            span *= max(size, 1)
+        return Meta(tuple(shape), tuple(reversed(strides)), dtype or self.dtype, self.device)
+
+    def new_zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Meta:
+        """Described as any dense tensor is: a description has no values."""
+        return self.new_empty(*shape, dtype=dtype)
