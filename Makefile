@@ -55,10 +55,10 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-
 
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU
-	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
+	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
 	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
 	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py $(PYTEST_ARGS)
-	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
+	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
 	  $(PYTEST_ARGS)
 
 sanitize-gpu:  ## compute-sanitizer's four tools over every kernel

@@ -26,7 +26,7 @@ import triton.language as tl
 import sluice
 from sluice.backends.triton import configs, launch
 from sluice.backends.triton.configs import ANY, KEEP, STREAM, Config, Row
-from sluice.backends.triton.tiles import begin
+from sluice.backends.triton.math import begin
 
 COLD = 5 * 60 * 2**20
 HK, HV, K, V = 16, 32, 128, 128
@@ -188,7 +188,7 @@ def decode_rows(op: str, sizes: tuple[int, ...], T: int, layout: str = "vk") -> 
     for state in (FP32, BF16):
         found: list[Config | None] = [None]
         for warps, rows, keys in pieces[state]:
-            config = Config(num_warps=warps, BLOCK_V=rows, C=keys)
+            config = Config(num_warps=warps, BLOCK_V=rows, PIECE_K=keys)
             found += [config._replace(LOAD=load, STORE=store) for load, store in hints]
         for config in found:
             with contextlib.ExitStack() as stack:
@@ -208,10 +208,10 @@ def decode_rows(op: str, sizes: tuple[int, ...], T: int, layout: str = "vk") -> 
 def step_rows(sizes: tuple[int, ...], layout: str = "vk") -> Iterator[str]:
     for state in (FP32, BF16):
         key = layout, state.itemsize
-        C = configs.STEP[key].C
+        PIECE_K = configs.STEP[key].PIECE_K
         choices: list[Config | None] = [None]
         choices += [
-            Config(num_warps=w, C=C, maxnreg=m, fp_fusion=True)
+            Config(num_warps=w, PIECE_K=PIECE_K, maxnreg=m, fp_fusion=True)
             for w, m in ((4, None), (8, None), (8, 128))
         ]
         for config in choices:
@@ -261,7 +261,7 @@ def conv_rows(sizes: tuple[int, ...]) -> Iterator[str]:
     choices: list[Config | None] = [None]
     for fused in (False, True):
         now = configs.CONV_QKV[-1].config
-        choices += [now._replace(BLOCK_T=t, CHUNK=chunk, fp_fusion=fused) for t, chunk in cuts]
+        choices += [now._replace(BLOCK_T=t, UNIT_T=unit, fp_fusion=fused) for t, unit in cuts]
     for config in choices:
         rows = configs.CONV_QKV if config is None else (Row(ANY, config),)
         with replaced(configs, "CONV_QKV", rows):
@@ -278,7 +278,7 @@ def copy_kernel(
     stride_state_p,
     HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
+    PIECE_K: tl.constexpr,
 ):
     begin()
     BLOCKS: tl.constexpr = 128 // BLOCK_V
@@ -286,9 +286,10 @@ def copy_kernel(
     slot = tl.load(slots_ptr + pid // (BLOCKS * HEADS)).to(tl.int64)
     block = pid % (BLOCKS * HEADS)
     state_ptr += slot * stride_state_p + block * (BLOCK_V * 128)
-    offs = tl.arange(0, BLOCK_V)[:, None] * 128 + tl.arange(0, C)[None, :]
-    for j in tl.static_range(128 // C):
-        tl.store(state_ptr + offs + j * C, tl.load(state_ptr + offs + j * C))
+    offs = tl.arange(0, BLOCK_V)[:, None] * 128 + tl.arange(0, PIECE_K)[None, :]
+    for j in tl.static_range(128 // PIECE_K):
+        at = state_ptr + offs + j * PIECE_K
+        tl.store(at, tl.load(at))
 
 
 def copy_rows(sizes: tuple[int, ...]) -> Iterator[str]:
@@ -302,7 +303,7 @@ def copy_rows(sizes: tuple[int, ...]) -> Iterator[str]:
             times = {}
             for N in sizes:
                 layer = Layer(N, 1, state, sets_for(state_bytes(N, state) // 2))
-                shape = {"HEADS": HV, "BLOCK_V": rows, "C": keys, "num_warps": warps}
+                shape = {"HEADS": HV, "BLOCK_V": rows, "PIECE_K": keys, "num_warps": warps}
                 arguments = (layer.state, layer.state.stride(0))
                 grid = (N * HV * (V // rows),)
                 times[N] = microseconds(
@@ -316,9 +317,8 @@ def copy_rows(sizes: tuple[int, ...]) -> Iterator[str]:
             rates = (
                 f"{N}: {t:.2f} ({state_bytes(N, state) / t / 1e6:.2f})" for N, t in times.items()
             )
-            yield f"in place {SHORT[state]} warps={warps} BLOCK_V={rows} C={keys}  " + "  ".join(
-                rates
-            )
+            shape = f"BLOCK_V={rows} PIECE_K={keys}"
+            yield f"in place {SHORT[state]} warps={warps} {shape}  " + "  ".join(rates)
 
 
 def check_rows(part: str) -> Iterator[str]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import sluice
 from sluice import calls, torch_private
+from sluice.contract import values
 from sluice.testing import cases
 
 pytest.importorskip("numba")
 threads = pytest.importorskip("sluice.backends.cpu.threads")
+
+
+LONG_WAIT = 0.05
+"""Seconds: longer than any wait that a test does not mean."""
 
 
 @pytest.fixture
@@ -28,9 +34,10 @@ def two_threads():
 def bound_anew(two_threads):
     """Calls are bound with what a test puts in place of threads, and again after it."""
     calls.forget()
-    threads.CROWD[:] = [0, 0, 0]
+    before = list(threads.CROWD)
+    threads.CROWD[:] = [0, 0, 0, 0, int(LONG_WAIT * 1e9)]
     yield
-    threads.CROWD[:] = [0, 0, 0]
+    threads.CROWD[:] = before
     calls.forget()
 
 
@@ -66,7 +73,7 @@ def test_python_threads_give_the_same_bits(op, bound_anew, monkeypatch):
         python_threads(function, where, count)
 
     calls.forget()
-    threads.CROWD[:] = [0, 0, 0]
+    threads.CROWD[0] = 0
     monkeypatch.setattr(threads, "python_threads", counted)
     for name in ("parallel", "identify"):
         monkeypatch.setattr(threads, name, 0)
@@ -77,23 +84,20 @@ def test_python_threads_give_the_same_bits(op, bound_anew, monkeypatch):
 
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-LONG = 0.02
 
 
 class Team:
-    """Stands in for ``GOMP_parallel``: all tasks run here, slowly; or quickly, and it is late."""
+    """Stands in for ``GOMP_parallel``: all tasks run here, and it may come back late."""
 
     def __init__(self):
-        self.late, self.counts = False, []
+        self.work, self.wait, self.counts = 0.0, 0.0, []
         self.function = PARALLEL(self.run)
 
     def run(self, worker, block, count, flags):
         self.counts.append(count)
-        if not self.late:
-            time.sleep(LONG)
+        time.sleep(self.work)
         WORKER(worker)(block)
-        if self.late:
-            time.sleep(LONG)
+        time.sleep(self.wait)
 
 
 @pytest.fixture
@@ -111,13 +115,13 @@ def test_a_late_team_is_spared_for_a_pause_and_then_tried_again(team):
     run = _first_case("decode")
     expected = run()
     assert team.counts == [2]
-    assert list(threads.CROWD) == [0, 0, 0]
+    assert list(threads.CROWD)[:4] == [0, 0, 0, 0]
 
-    team.late = True
+    team.wait = 2 * LONG_WAIT
     _assert_same_bits(run(), expected)
     assert threads.CROWD[0] == 1
     pause = threads.CROWD[2]
-    assert pause >= min(threads.PAUSE_PER_WAIT * LONG * 1e9, threads.LONGEST_PAUSE)
+    assert pause >= min(threads.PAUSE_PER_WAIT * team.wait * 1e9, threads.LONGEST_PAUSE)
     _assert_same_bits(run(), expected)
     assert team.counts == [2, 2]  # the calling thread was alone
 
@@ -127,7 +131,7 @@ def test_a_late_team_is_spared_for_a_pause_and_then_tried_again(team):
     assert threads.CROWD[0] == 1
     assert threads.CROWD[2] >= min(2 * pause, threads.LONGEST_PAUSE)
 
-    team.late = False
+    team.wait = 0.0
     _end_pause()
     run()
     assert threads.CROWD[0] == 0  # now it does
@@ -135,11 +139,26 @@ def test_a_late_team_is_spared_for_a_pause_and_then_tried_again(team):
     assert len(team.counts) == 5
 
 
-def test_a_team_that_takes_long_over_its_tasks_is_kept(team):
-    for _ in range(3):
-        _first_case("prefill")()
+def test_a_wait_shorter_than_the_work_is_no_reason(team):
+    team.work, team.wait = 4 * LONG_WAIT, 2 * LONG_WAIT
+    run = _first_case("prefill")
+    for _ in range(2):
+        run()
     assert threads.CROWD[0] == 0
-    assert len(team.counts) == 3
+    assert team.counts == [2, 2]
+
+
+def test_long_work_keeps_the_whole_team(team):
+    team.work = 2 * LONG_WAIT
+    run, other = _first_case("prefill"), _first_case("decode")
+    run()
+    team.work, team.wait = 0.0, 1.2 * LONG_WAIT  # less than the two threads' work of that call
+    other()
+    other()  # it is spared from now on
+    assert team.counts == [2, 2]
+    assert threads.CROWD[0] == 1
+    run()
+    assert team.counts == [2, 2, 2]
 
 
 def test_the_number_of_threads_is_torchs_at_once(team):
@@ -153,10 +172,58 @@ def test_the_number_of_threads_is_torchs_at_once(team):
 def test_threads_are_halved_by_each_wait_and_doubled_after_each_pause(team):
     torch.set_num_threads(8)
     x, state = torch.randn(8, 1, 8, 16), torch.zeros(8, 8, 16, 16)
-    for team.late in (True, True, True, True):
+    team.wait = 2 * LONG_WAIT
+    for _ in range(4):
         sluice.decode(x, x, x, state=state, backend="cpu")
     assert team.counts == [8, 4, 2]  # then one
-    for team.late in (False, False, False, False):
+    team.wait = 0.0
+    for _ in range(4):
         _end_pause()
         sluice.decode(x, x, x, state=state, backend="cpu")
     assert team.counts[3:] == [2, 4, 8, 8]
+
+
+def test_python_threads_that_call_at_once_keep_their_calls_apart(bound_anew):
+    """They share a bound launch, and what it prepares for a call."""
+    torch.manual_seed(0)
+    x, v, g = torch.randn(1, 1, 2, 32), torch.randn(1, 1, 4, 32), -torch.rand(1, 1, 4)
+
+    def steps(state):
+        for _ in range(100):
+            o, _ = sluice.decode(x, x, v, g, g.exp(), state=state, normalize_qk=True, backend="cpu")
+        return o
+
+    states = [torch.randn(1, 4, 32, 32) for _ in range(4)]
+    expected = [state.clone() for state in states]
+    outputs = [steps(state) for state in expected]
+    with ThreadPoolExecutor(len(states)) as pool:
+        found = list(pool.map(steps, states))
+    for got, want in zip([*states, *found], [*expected, *outputs], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_call_inside_of_another_has_a_block_of_its_own(bound_anew, monkeypatch):
+    """Values that look suspicious are checked by Python, which may call anything in between."""
+    x, g, beta = torch.randn(2, 1, 2, 16), torch.zeros(2, 1, 2), torch.ones(2, 1, 2)
+    slots = torch.tensor([0, -1])
+    g[1] = torch.nan  # in a padded row
+
+    def call(state):
+        return sluice.decode(x, x, x, g, beta, state=state, slots=slots, backend="cpu")[0]
+
+    check, pools, nested = values.delta, torch.randn(2, 1, 2, 16, 16), []
+
+    def check_and_call(spec, tensors):
+        if not nested:
+            nested.append(True)
+            call(pools[1])
+        check(spec, tensors)
+
+    expected = [pool.clone() for pool in pools]
+    for pool in expected:
+        call(pool)
+    calls.forget()
+    monkeypatch.setattr(values, "delta", check_and_call)
+    call(pools[0])
+    assert len(nested) == 1
+    assert all(map(torch.equal, pools, expected))

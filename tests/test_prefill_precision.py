@@ -276,12 +276,12 @@ def cut_by_triton(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make Triton cut sequences into these segments, and look two chunks ahead where possible."""
     import triton.language as tl
 
-    from sluice.backends.triton import interpreted, prefill, prefill_walk
+    from sluice.backends.triton import interpreted, prefill, prefill_chunk_loop
 
     plan = prefill.Plan(segment, 32, 4, 2)
     monkeypatch.setattr(prefill, "plan", lambda p, processors: plan)
     if interpreted():
-        monkeypatch.setattr(prefill_walk, "RUN", tl.constexpr(2))
+        monkeypatch.setattr(prefill_chunk_loop, "RUN", tl.constexpr(2))
 
 
 @pytest.mark.parametrize("exponent", [-6, 9])

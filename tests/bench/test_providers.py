@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ import torch
 from tests.bench import stand_ins
 
 import sluice
-from sluice import dispatch
 from sluice.bench.check import moved
-from sluice.bench.providers import MODULES, PEERS, pipeline, provider
+from sluice.bench.providers import MODULES, PEERS, own, pipeline, provider
 from sluice.bench.providers.base import Call, Job
 from sluice.bench.session import Session
 
@@ -318,14 +316,9 @@ def test_a_backend_alone_is_measured_where_another_serves(judge, monkeypatch):
     assert verdict["reason"] == f"sluice is served by {served} here: the same row"
     assert judge("sluice:reference", "prefill", "9")["status"] == "ok"
     # a layer is several calls: it is enough if another backend serves one of them
-    inner = dispatch.explain_problem
-
-    def mixed(problem, backend):
-        found = inner(problem, backend)
-        other = backend is None and problem.op == "prefill"
-        return dataclasses.replace(found, chosen="hopper") if other else found
-
-    monkeypatch.setattr(dispatch, "explain_problem", mixed)
+    inner = own._first
+    mixed = {"prefill": "hopper"}
+    monkeypatch.setattr(own, "_first", lambda spec: mixed.get(spec.op) or inner(spec))
     assert judge(f"sluice:{served}", "layer", "9")["status"] == "ok"
     assert judge(f"sluice:{served}", "decode", "N=1")["status"] == "refused"
 

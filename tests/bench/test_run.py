@@ -265,7 +265,7 @@ def test_a_process_of_its_own_gives_the_same_answers(small):
         with pytest.raises(WorkerError, match="TypeError"):
             worker.receive(60)
         worker.send("eager", 0.01)  # reaches the session, whose timer on a CPU has no such times
-        with pytest.raises(WorkerError, match="AttributeError.*eager"):
+        with pytest.raises(WorkerError, match=r"AttributeError.*eager"):
             worker.receive(60)
     finally:
         worker.close()

@@ -9,14 +9,16 @@ Arguments select calls by the beginning of their names; without arguments, all r
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import sluice
 from sluice import dispatch
-from tests.gpu.calls import Call, production
+from tests.gpu.calls import prepared, production
+
+Call = Callable[[], Any]
 
 
 def prefills() -> Iterator[tuple[str, Call]]:
@@ -56,7 +58,7 @@ def prefills() -> Iterator[tuple[str, Call]]:
 
 
 def main() -> None:
-    calls = [*production("cuda"), *prefills()]
+    calls = [*((call.name, prepared(call)) for call in production("cuda")), *prefills()]
     chosen = tuple(sys.argv[1:]) or ("",)
     for name, call in calls:
         if name.startswith(chosen):

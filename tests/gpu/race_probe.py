@@ -17,11 +17,12 @@ from __future__ import annotations
 import sys
 
 import torch
-from sluice.backends.hopper.prefill_maker import end_rows
-from sluice.backends.hopper.prefill_tiles import barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sluice.backends.hopper.gluon_api import barrier
+from sluice.backends.hopper.state_products import zero_after
 
 SIZE, ROUNDS, SLOTS = 64, 16, 2
 
@@ -43,7 +44,7 @@ def write(
         for store in gl.static_range(STORES):
             numbers.index(slot * STORES + store).store((offs + n + store).to(gl.float32))
         if FORM == "tile":
-            end_rows(tiles.index(slot), n)
+            zero_after(tiles.index(slot), n)
         if FORM == "rows":
             tiles.index(slot).store(gl.full([SIZE, SIZE], 1.0, gl.float16, acc))
         barrier()

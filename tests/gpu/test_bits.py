@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 import sluice
-from sluice import dispatch
-from sluice.backends.triton import configs, conv_qkv, launch
+from sluice import calls, dispatch
+from sluice.backends.triton import configs, conv_qkv
 from sluice.backends.triton.arrivals import arrivals_of
 from sluice.testing import compare
 from tests.gpu.random_layer import DEVICE, HALF, Layer
@@ -29,10 +29,10 @@ SIZE = {"HK": 4, "HV": 8, "K": 128, "V": 128} if DEVICE == "cuda" else {}
 
 
 @pytest.fixture(autouse=True)
-def planned_anew() -> Iterator[None]:
+def bound_anew() -> Iterator[None]:
     """No launch is remembered from a test that changed a table."""
     yield
-    launch.forget()
+    calls.forget()
 
 
 def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -41,7 +41,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         for key, (*first, last) in table.items():
             changed = [row._replace(limit=limit) for row in first]
             monkeypatch.setitem(table, key, (*changed, last))
-    launch.forget()
+    calls.forget()
 
 
 @pytest.mark.parametrize("state", [torch.float32, HALF], ids=("fp32", "half"))
@@ -68,7 +68,7 @@ def test_every_row_of_the_table_leaves_the_same_bits(monkeypatch, state):
     found = []
     for row in rows:
         monkeypatch.setitem(configs.DECODE, key, (configs.Row(configs.ANY, row.config),))
-        launch.forget()
+        calls.forget()
         pool = layer.state.clone()
         found.append((layer.decode(pool), pool))
     for o, pool in found[1:]:
@@ -171,8 +171,9 @@ def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, 
     heads = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": K}
     found = []
     general = {"STEP_X": 0, "STEP_QK": 0, "STEP_V": 0}
-    for steps in (conv_qkv.steps, lambda *_: general):
-        monkeypatch.setattr(conv_qkv, "steps", steps)
+    for steps in (conv_qkv.constant_steps, lambda *_: general):
+        monkeypatch.setattr(conv_qkv, "constant_steps", steps)
+        calls.forget()
         state = pool.clone()
         outputs = sluice.conv_qkv(
             x, weight, bias, a=a, b=b, **rates, **heads, **rows, state=state, backend="triton"

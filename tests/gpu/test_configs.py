@@ -25,17 +25,17 @@ def test_a_table_ends_with_a_row_for_any_size_and_its_limits_grow(table):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("K", [16, 64, 96, 128, 256])
 def test_no_row_of_decode_changes_the_order_of_a_sum(layout, dtype, K):
-    """C and num_warps decide it; tokens and states may only choose how many rows a program has."""
+    """PIECE_K and num_warps decide it; tokens and states choose only the rows per program."""
     found = {
-        (config.C, config.num_warps)
+        (config.PIECE_K, config.num_warps)
         for states in STATES
         for tokens in (1, 2, 8)
         for config in [configs.decode(dtype, layout, K, 128, states, tokens)]
     }
     assert len(found) == 1
-    ((C, warps),) = found
-    assert max(K, 16) >= C or configs.power_of_two(K) == C
-    assert 32 * warps > C or (32 * warps <= C and C % 32 == 0)
+    ((PIECE_K, warps),) = found
+    assert max(K, 16) >= PIECE_K or configs.power_of_two(K) == PIECE_K
+    assert 32 * warps > PIECE_K or PIECE_K % 32 == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -67,7 +67,7 @@ def test_a_program_of_a_large_batch_moves_eight_kilobytes():
 )
 def test_conv_qkv_has_shorter_blocks_for_short_sequences(tokens, expected):
     config = configs.conv_qkv(128, 128, tokens)
-    assert expected == (config.BLOCK_T, config.CHUNK)
+    assert expected == (config.BLOCK_T, config.UNIT_T)
     assert config.num_warps == 1
 
 

@@ -3,77 +3,97 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-import triton
-from sluice.backends.hopper.prefill_chunks import hopper_chunks_kernel
-from sluice.backends.hopper.prefill_state import hopper_state_kernel
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-
+import sluice
 from sluice.backends.hopper import prefill
+from sluice.backends.hopper.chunks_kernel import hopper_chunks_kernel
+from sluice.backends.hopper.state_kernel import hopper_state_kernel
 from sluice.backends.triton import interpreted
-from tests.gpu.cross import resources, sass
+from sluice.backends.triton.arguments import KernelCall
+from sluice.layers import QwenShape
+from sluice.model_calls import Kinds, ModelCalls
+from tests.gpu.cross import compile_for, gpu_like, resources, sass, specs_of
 
 C, K = 64, 128
-HEADS = {"HQ": 16, "HK": 16, "HV": 32, "K": K, "V": K, "HEADS": 2}
-FLOATS = {"g", "A_log", "dt_bias", "beta", "b", "g2", "r_k", "joined", "state"}
-INDICES = {"slots": "*i64", "write_slots": "*i64", "has_state": "*i1", "cu_seqlens": "*i32"}
-INDICES["hard"] = "*i8"
-NO_NORM = {"r_k_ptr": None}
-NO_RAW = {"A_log_ptr": None, "dt_bias_ptr": None, "RAW_BETA": False}
-STATE = {
-    "NUM_BUFFERS": prefill.NUM_BUFFERS,
-    "STATE_KV": False,
-    "joined_ptr": None,
-    "OUTPUT": True,
-}
+NARROW, WIDE, SPLIT = (0, 64), (0, 128), (1216, 128)
+
+
+def spec(
+    HV: int = 32,
+    layout: str = "vk",
+    packed: bool = True,
+    norm: bool = False,
+    raw: bool = False,
+    decay: bool = True,
+) -> Any:
+    """A prefill of two prompts of 4,096 tokens, 16 key heads."""
+    model = ModelCalls(QwenShape("", 64, 16, HV, 4, (0,)), Kinds(state_layout=layout))
+    (q, k, v, g, beta), options = model.prefill(2, 4096, packed)
+    if raw:
+        rates = ("A_log", "dt_bias")
+        options = {**options, **{name: model.weights[name].float() for name in rates}}
+    if "slots" in options:
+        options = {**options, "write_slots": options["slots"]}
+    gates = g if decay else None, beta
+    (made,) = specs_of(lambda: sluice.prefill(q, k, v, *gates, **options, normalize_qk=norm))
+    return made
+
+
 KERNELS = {
-    "chunks": (hopper_chunks_kernel, NO_NORM | NO_RAW),
-    "chunks, raw gates and norm": (hopper_chunks_kernel, {"RAW_BETA": True}),
-    "chunks, no decay": (hopper_chunks_kernel, NO_NORM | NO_RAW | {"g_ptr": None, "g2_ptr": None}),
-    "chunks, a key head a program": (hopper_chunks_kernel, {"HV": 64, "RAW_BETA": True}),
-    "states, 64 columns": (
-        hopper_state_kernel,
-        STATE | NO_NORM | {"BLOCK_V": 64},
+    "chunks": (hopper_chunks_kernel, NARROW, {}),
+    "chunks, raw gates and norm": (hopper_chunks_kernel, NARROW, {"raw": True, "norm": True}),
+    "chunks, no decay": (hopper_chunks_kernel, NARROW, {"decay": False}),
+    "chunks, a key head a program": (
+        hopper_chunks_kernel, NARROW, {"HV": 64, "raw": True, "norm": True},
     ),
-    "states, 128 columns, no norm": (
-        hopper_state_kernel,
-        STATE | NO_NORM | {"BLOCK_V": 128},
-    ),
+    "states, 64 columns": (hopper_state_kernel, NARROW, {}),
+    "states, 128 columns, no norm": (hopper_state_kernel, WIDE, {}),
     "states, 128 columns": (
-        hopper_state_kernel,
-        STATE | {"BLOCK_V": 128, "STATE_KV": True, "cu_seqlens_ptr": None},
+        hopper_state_kernel, WIDE, {"norm": True, "layout": "kv", "packed": False},
     ),
-    "segments' effects": (
-        hopper_state_kernel,
-        {k: v for k, v in STATE.items() if k != "joined_ptr"} | {"BLOCK_V": 128, "OUTPUT": False},
-    ),
-}
+    "segments' effects": (hopper_state_kernel, SPLIT, {"norm": True}),
+}  # fmt: skip
+
+
+def kernel_call(name: str) -> KernelCall:
+    """The launch of a kernel by its plan; of segments' effects the first of two."""
+    kernel, plan, options = KERNELS[name]
+    with gpu_like("sm_90"):
+        calls = prefill.planned_launches(spec(**options), prefill.Plan(*plan)).calls
+    return next(call for call in calls if call.kernel is kernel)
+
+
+def test_the_kernels_are_those_that_their_names_say():
+    constants = {
+        name: {key: x for key, x in kernel_call(name).arguments.items() if key.isupper()}
+        for name in KERNELS
+    }
+    assert constants["chunks, raw gates and norm"]["RAW_BETA"]
+    assert not constants["chunks"]["RAW_BETA"]
+    assert constants["states, 64 columns"]["BLOCK_V"] == 64
+    assert constants["states, 128 columns"]["BLOCK_V"] == 128
+    assert constants["states, 128 columns"]["STATE_KV"]
+    assert constants["states, 128 columns"]["OUTPUT"]
+    assert not constants["segments' effects"]["OUTPUT"]
+    assert kernel_call("segments' effects").arguments["segments_ptr"] is not None
+    assert kernel_call("states, 64 columns").arguments["write_slots_ptr"] is not None
+    assert kernel_call("states, 128 columns").arguments["cu_seqlens_ptr"] is None
+    assert kernel_call("states, 128 columns").arguments["r_k_ptr"] is not None
+    assert kernel_call("chunks, no decay").arguments["g2_ptr"] is None
+
 
 SPILLS = {"states, 128 columns": 176}
 """Bytes per thread, of four warpgroups that share the registers of an SM; 64 for kernels that are
 not named. Triton 3.6 spills 144 bytes, none of them in a loop over chunks; Triton 3.8 spills 168.
 """
-
-
-def kind(name: str, chunks: bool) -> str:
-    """The type of a kernel's parameter in Triton's notation, for either kernel."""
-    number = "bf16"
-    if name.endswith("_desc"):
-        width = K if chunks else C
-        layout = gl.NVMMASharedLayout.get_default_for([C, width], gl.bfloat16)
-        return f"tensordesc<{number}[{C}, {width}],{layout!r}>"
-    base = name.removesuffix("_ptr")
-    if base == name:
-        return "fp32" if name in ("scale", "beta_scale") else "i32"
-    return INDICES.get(base) or ("*fp32" if base in FLOATS else f"*{number}")
 
 
 @pytest.mark.slow
@@ -84,21 +104,7 @@ def test_a_kernel_compiles_for_hopper_and_fits(name):
 
     If registers are short, ptxas waits after each of these instructions; only the code shows it.
     """
-    fn, constants = KERNELS[name]
-    constants = HEADS | constants
-    signature, values, attributes = {}, {}, {}
-    for i, (argument, parameter) in enumerate(zip(fn.arg_names, fn.params, strict=True)):
-        if argument in constants:
-            signature[argument], values[(i,)] = "constexpr", constants[argument]
-            continue
-        signature[argument] = kind(argument, fn is hopper_chunks_kernel)
-        if argument.endswith("_ptr") and not parameter.do_not_specialize_on_alignment:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(fn=fn, signature=signature, constexprs=values, attrs=attributes)
-    options = {"num_warps": 4}
-    if fn is hopper_chunks_kernel:
-        options["maxnreg"] = prefill.CHUNK_REGISTERS
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = compile_for(kernel_call(name), "sm_90")
     used = resources(compiled)
     assert used.spills <= SPILLS.get(name, 64)
     assert used.shared <= 227 * 1024
@@ -131,9 +137,11 @@ def test_an_arrival_in_front_of_the_barrier_is_found():
         assert hurried("\n".join((meeting, store, arrive))) == [arrive]
 
 
-def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> SimpleNamespace:
-    """The inputs of a plan, for a packed call of N sequences of equal length."""
-    return SimpleNamespace(N=N, T=N * tokens, HV=HV, varlen=True, batch_invariant=batch_invariant)
+def packed(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> Any:
+    """A packed call of N sequences of equal length."""
+    model = ModelCalls(QwenShape("", 64, HV // 2, HV, 4, (0,)))
+    made = model.call("prefill", "", N, tokens, True).spec(torch.device("cuda", 0))
+    return replace(made, batch_invariant=batch_invariant)
 
 
 @pytest.mark.parametrize("HV", [4, 8, 32, 64])
@@ -141,18 +149,18 @@ def problem(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> S
 @pytest.mark.parametrize("tokens", [64, 2048, 8192, 131072])
 def test_a_plan_splits_into_whole_chunks_or_not_at_all(tokens, N, HV):
     """Segments are whole chunks, and long enough to keep the workspace small."""
-    plan = prefill.plan(problem(N, tokens, HV), 132)
+    plan = prefill.best_plan(packed(N, tokens, HV), 132)
     assert plan.BLOCK_V in (64, 128)
     assert plan.segment % C == 0
     if plan.segment:
         assert plan.segment < tokens
         workspace = (tokens * N // plan.segment + N) * prefill.STATE_TOKENS
         assert workspace <= prefill.ROOM * tokens * N, "all in all 1.5 times v"
-    assert prefill.plan(problem(N, tokens, HV, batch_invariant=True), 132).segment == 0
+    assert prefill.best_plan(packed(N, tokens, HV, batch_invariant=True), 132).segment == 0
 
 
 def test_a_long_sequence_with_few_heads_is_split_and_a_full_chip_is_not():
     """Eight heads leave most of 132 SMs idle; 64 heads fill them."""
-    assert prefill.plan(problem(1, 32768, 8), 132).segment > 0
-    assert prefill.plan(problem(1, 32768, 64), 132).segment == 0
-    assert prefill.plan(problem(8, 4096, 64), 132) == prefill.Plan(0, 128)
+    assert prefill.best_plan(packed(1, 32768, 8), 132).segment > 0
+    assert prefill.best_plan(packed(1, 32768, 64), 132).segment == 0
+    assert prefill.best_plan(packed(8, 4096, 64), 132) == prefill.Plan(0, 128)

@@ -6,7 +6,6 @@ Tests of bits run on a GPU, or on a CPU in Triton's interpreter; machine code is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +16,11 @@ pytest.importorskip("triton")
 
 import sluice
 from sluice import dispatch
-from sluice.backends.triton import interpreted, launch
+from sluice.backends.triton import interpreted
+from sluice.model_calls import ModelCall
 from sluice.testing import compare
-from tests.gpu.calls import Call, Model
-from tests.gpu.cross import TARGETS, captured, compile_for, resources, sass
+from tests.gpu.calls import Serving
+from tests.gpu.cross import TARGETS, compile_for, gpu_like, kernel_calls, resources, sass
 from tests.gpu.random_layer import DEVICE, HALF, Layer
 
 runs = pytest.mark.skipif(
@@ -52,12 +52,6 @@ class KV(Layer):
             slots=self.slots[rows],
             backend="triton",
         )
-
-
-@pytest.fixture(autouse=True)
-def planned_anew() -> Iterator[None]:
-    yield
-    launch.forget()
 
 
 @runs
@@ -119,13 +113,14 @@ def test_verify_and_commit_leave_the_bits_of_decode(state, accepted):
         compare.assert_same_bits(o[:, :accepted].contiguous(), expected, "o")
 
 
-def calls(state: torch.dtype) -> dict[str, Call]:
-    model = Model(layout="kv", state=state)
+def calls(state: torch.dtype) -> dict[str, ModelCall]:
+    model = Serving.of(layout="kv", state=state)
     return {
-        "step": model.step,
-        "step of 4 tokens": lambda: model.step(4),
-        "decode": model.decode,
-        "verify and commit": model.verify,
+        "step": model.call("step", "", 2, 1, True),
+        "step of 4 tokens": model.call("step", "", 2, 4, True),
+        "decode": model.call("decode", "", 2, 1),
+        "verify": model.call("verify", "", 2, 4),
+        "commit": model.call("commit", "", 2, 4),
     }
 
 
@@ -140,19 +135,22 @@ def test_a_state_is_moved_16_bytes_at_a_time_and_stays_in_its_threads(state, nam
     wrong order, threads would exchange the state itself, by 390 instructions or more, or all of it
     through shared memory.
     """
-    for launched in captured(calls(state)[name]):
-        compiled = compile_for(launched, TARGETS["sm_90"])
+    with gpu_like("sm_90") as device:
+        launches = kernel_calls(calls(state)[name].run, device)
+    assert launches
+    for launched in launches:
+        compiled, kernel = compile_for(launched, "sm_90"), launched.kernel.__name__
         code, used = sass(compiled), resources(compiled)
         rows = launched.arguments["BLOCK_V"] * 128 * state.itemsize  # bytes of a program
         accesses = rows // (16 * 32 * launched.options["num_warps"])
-        written = launched.arguments.get("draft_k_ptr") is None or launched.name != "decode_kernel"
+        written = launched.arguments.get("draft_k_ptr") is None or kernel != "decode_kernel"
         loads = len(re.findall(r"\bLDG\.E\S*\.128\b", code))
-        assert loads >= accesses, f"{launched.name}: {loads} wide loads, {accesses} needed"
+        assert loads >= accesses, f"{kernel}: {loads} wide loads, {accesses} needed"
         stores = len(re.findall(r"\bSTG\.E\S*\.128\b", code))
-        assert stores == accesses * written, f"{launched.name}: {stores}, {accesses} needed"
+        assert stores == accesses * written, f"{kernel}: {stores}, {accesses} needed"
         exchanges = len(re.findall(r"\b(?:SHFL|LDS|STS|LDSM|STSM)\b", code))
-        assert exchanges < 256, f"{launched.name}: {exchanges} exchanges between threads"
-        assert used.shared <= 4096, f"{launched.name}: {used}"
+        assert exchanges < 256, f"{kernel}: {exchanges} exchanges between threads"
+        assert used.shared <= 4096, f"{kernel}: {used}"
 
 
 @compiles
@@ -162,8 +160,9 @@ def test_a_state_is_moved_16_bytes_at_a_time_and_stays_in_its_threads(state, nam
 @pytest.mark.parametrize(("size", "tokens"), [(64, 4), (128, 1), (128, 4), (256, 1)])
 def test_step_fits(target, state, size, tokens):
     """No part of a state spills, except of one of 256 × 256, which fills all registers."""
-    model = Model(HK=2, HV=4, K=size, V=size, layout="kv", state=state)
-    for launched in captured(lambda: model.step(tokens)):
-        used = resources(compile_for(launched, TARGETS[target]))
+    model = Serving.of(2, 4, size, size, layout="kv", state=state)
+    with gpu_like(target) as device:
+        (launched,) = kernel_calls(model.call("step", "", 2, tokens, True).run, device)
+        used = resources(compile_for(launched, target))
         assert used.spills <= (2048 if size == 256 else 32), used
         assert used.shared <= 64 * 1024, used

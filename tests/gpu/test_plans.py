@@ -417,7 +417,7 @@ def test_a_launch_happens_on_the_device_of_its_problem(seen, monkeypatch):
 def test_a_changed_table_counts_once_plans_are_forgotten(seen, monkeypatch):
     arguments = decode_calls()["plain"]
     for warps in (1, 2):
-        row = Config(num_warps=warps, BLOCK_V=8 * warps, C=16)
+        row = Config(num_warps=warps, BLOCK_V=8 * warps, PIECE_K=16)
         table = {("vk", 4): (configs.Row(configs.ANY, row),)}
         monkeypatch.setattr(configs, "DECODE", table)
         launch.forget()

@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 import sluice
 from sluice.backends.triton import interpreted, prefill
-from tests.gpu.cross import TARGETS, Launch, captured, compile_for, resources, sass
+from sluice.backends.triton.arguments import KernelCall
+from tests.gpu.cross import SHARED, compile_for, gpu_like, resources, sass, specs_of
 
 pytestmark = [
     pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
@@ -35,8 +36,6 @@ SPILLS_HARD = {"prefill_state_kernel": 656, "prefill_segments_kernel": 104}
 SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 800}
 """Bytes of stack per thread: in general; in kernels for programs with hard chunks (mostly between
 their two loops, see below); and with keys of 256, twice the width that registers suffice for."""
-SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-"""Shared memory per program, kB."""
 
 
 def call(
@@ -48,15 +47,16 @@ def call(
 ) -> Any:
     """A prefill of 2,048 tokens."""
     HK, HV = HEADS
-    tokens = functools.partial(torch.zeros, 1, 2048, dtype=dtype)
+    zeros = functools.partial(torch.zeros, device="meta")
+    tokens = functools.partial(zeros, 1, 2048, dtype=dtype)
     gates = (HV, K) if per_key else (HV,)
-    options: dict[str, Any] = {"state": torch.zeros(1, HV, K, K)}
+    options: dict[str, Any] = {"state": zeros(1, HV, K, K)}
     if "gated" in rule:
-        options["g"] = torch.zeros(1, 2048, *gates)
+        options["g"] = zeros(1, 2048, *gates)
     if "delta" in rule:
-        options["beta"] = torch.zeros(1, 2048, HV)
+        options["beta"] = zeros(1, 2048, HV)
     if raw:
-        options |= {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(*gates)}
+        options |= {"A_log": zeros(HV), "dt_bias": zeros(*gates)}
     return sluice.prefill(tokens(HK, K), tokens(HK, K), tokens(HV, K), **options)
 
 
@@ -72,12 +72,13 @@ CALLS = {
 }
 
 
-def launches(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(name: str, target: str) -> list[KernelCall]:
     cut, made = CALLS[name]
-    if cut is not None:
-        plan = PLANS[target][cut]
-        monkeypatch.setattr(prefill, "plan", lambda p, processors: plan)
-    return captured(made)
+    with gpu_like(target) as device:
+        (spec,) = specs_of(made, device)
+        if cut is None:
+            return prefill.launches(spec).calls
+        return prefill.planned_launches(spec, PLANS[target][cut]).calls
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -86,12 +87,12 @@ def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
     if target == "gfx942":  # what these are where torch is AMD's
         monkeypatch.setattr(prefill, "EXACT", "ieee")
         monkeypatch.setattr(prefill, "STAGES", 1)
-    for launch in launches(name, target, monkeypatch):
-        used = resources(compile_for(launch, TARGETS[target]))
+    for launch in launches(name, target):
+        used, kernel = resources(compile_for(launch, target)), launch.kernel.__name__
         allowed = SPILLS | (SPILLS_HARD if launch.arguments.get("HARD") else {})
         allowed |= SPILLS_256 if name == "keys of 256" else {}
-        assert used.spills <= allowed.get(launch.name, 32), f"{launch.name}: {used}"
-        assert used.shared <= 1024 * SHARED[target], f"{launch.name}: {used}"
+        assert used.spills <= allowed.get(kernel, 32), f"{kernel}: {used}"
+        assert used.shared <= 1024 * SHARED[target], f"{kernel}: {used}"
 
 
 def inner_loops(code: str) -> list[str]:
@@ -106,23 +107,24 @@ def inner_loops(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "spills", "shared"), [("narrow", 0, 8), ("split", 16, 4)])
-def test_the_loops_of_the_serial_half(name, spills, shared, monkeypatch):
+def test_the_loops_of_the_serial_half(name, spills, shared):
     """Hopper's loop for usual chunks, and the two where some are hard: what is kept in registers.
 
     Every product but Vᵀ's has its left operand there. Of 128 value columns some addresses do not
     fit in beside the state; they are spilled, and come back off the chain of products.
     """
-    for serial in launches(name, "sm_90", monkeypatch):
-        if serial.name not in ("prefill_state_kernel", "prefill_segments_kernel"):
+    for serial in launches(name, "sm_90"):
+        kernel = serial.kernel.__name__
+        if kernel not in ("prefill_state_kernel", "prefill_segments_kernel"):
             continue
         hard = serial.arguments["HARD"]
-        loops = inner_loops(sass(compile_for(serial, TARGETS["sm_90"])))
+        loops = inner_loops(sass(compile_for(serial, "sm_90")))
         assert len(loops) == 1 + hard
         for loop in loops:
             found = len(re.findall(r"\b(?:LDL|STL)\b", loop))
-            assert found <= (44 if hard else spills), serial.name
+            assert found <= (44 if hard else spills), kernel
             products = re.findall(r"HGMMA\S+ R\d+, (R\d+|gdesc)", loop)
-            assert products.count("gdesc") == shared, serial.name
+            assert products.count("gdesc") == shared, kernel
         if hard:
             usual, more = sorted(len(re.findall("HGMMA", loop)) for loop in loops)
             assert usual < more, "hard chunks add Vd's second term"

@@ -12,13 +12,13 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-import triton
-
 import sluice
 from sluice import dispatch
 from sluice.layers import QwenShape
+from sluice.model_calls import ModelCalls
 from sluice.testing import compare
-from tests.gpu.sizes import Sliced, serve, serve_layer, warmup
+from tests.gpu.compiled import variants
+from tests.gpu.sizes import Sliced, every_size, run_layer
 
 pytestmark = pytest.mark.gpu
 BACKENDS = [name for name in ("hopper", "triton") if dispatch.unavailable(name) is None]
@@ -218,27 +218,14 @@ def test_row_9_more_programs_than_a_grid_has_in_y_and_z(backend):
     compare.assert_same_bits(pool_many[1:9001], pool[1:10].repeat(1000, 1, 1, 1), "state")
 
 
-def variants() -> dict[str, int]:
-    """How many variants of each kernel of both backends this process has compiled."""
-    found = {}
-    for backend in BACKENDS:
-        for op, module in dispatch._module(backend).OPS.items():
-            kernels = vars(__import__(f"sluice.backends.{backend}.{module}", fromlist=["x"]))
-            for name, kernel in kernels.items():
-                if isinstance(kernel, triton.runtime.JITFunction) and name.endswith("_kernel"):
-                    caches = kernel.device_caches.values()
-                    found[op, name] = sum(len(cache[0]) for cache in caches)
-    return found
-
-
 def test_row_10_after_warmup_a_serving_process_compiles_nothing():
     shape = QwenShape("small", 256, 4, 8, 4, (0, 1, 2))
     sluice.warmup(shape)
     before = variants()
-    what = shape, torch.device("cuda"), warmup.Kinds()
-    serve(warmup.Forms(*what))
-    serve(Sliced(*what))
-    serve_layer(warmup.Forms(*what))
+    for model in (ModelCalls(shape, device="cuda"), Sliced(shape, device="cuda")):
+        for call in every_size(model):
+            call.run()
+    run_layer(ModelCalls(shape, device="cuda"))
     for lengths in ([20], [1], [2] * 9, [77], [5000], [30000], [1000] * 5, [3, 90, 4000]):
         prompts = Prompts(lengths, 4, 8)
         rows = {"slots": prompts.slots, "cu_seqlens": prompts.bounds}

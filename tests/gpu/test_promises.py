@@ -10,35 +10,19 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import sluice
-from sluice.backends.triton import conv, conv_qkv, decode, norm, step, verify
 from sluice.testing import compare
-from tests.gpu.calls import production
+from tests.gpu.calls import NAMES, by_name, prepared
+from tests.gpu.compiled import variants
 from tests.gpu.random_layer import Layer
 
 pytestmark = pytest.mark.gpu
-KERNELS = {
-    "decode": decode.decode_kernel,
-    "commit": verify.commit_kernel,
-    "conv": conv.conv_kernel,
-    "conv_qkv": conv_qkv.conv_qkv_kernel,
-    "norm": norm.rms_norm_gated_kernel,
-    "step": step.step_kernel,
-}
 SIZE = {"HK": 4, "HV": 8, "K": 128, "V": 128}
 
 
-def variants() -> dict[str, int]:
-    """How many variants of each kernel this process has compiled."""
-    return {
-        name: sum(len(cache[0]) for cache in kernel.device_caches.values())
-        for name, kernel in KERNELS.items()
-    }
-
-
-@pytest.mark.parametrize("name", dict(production()))
+@pytest.mark.parametrize("name", NAMES)
 def test_row_31_no_operator_waits_for_the_device(name):
     """After a first call, which compiles and loads the kernels."""
-    call = dict(production("cuda"))[name]
+    call = prepared(by_name(name, "cuda"))
     call()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

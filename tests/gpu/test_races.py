@@ -6,14 +6,14 @@ from pathlib import Path
 
 from tests.gpu import races
 
-KERNEL = "src/sluice/backends/hopper/prefill_state.py"
+KERNEL = "src/sluice/backends/hopper/state_kernel.py"
 
 
 def report(*sides: tuple[int, int]) -> str:
     parts = [
         f"""========= Error: Potential RAW hazard detected at __shared__ 0x2c808 in block (3,0,0) :
-=========     Write Thread (31,0,0) at hopper_state_kernel+0x12a0 in prefill_state.py:{write}
-=========     Read Thread (192,0,0) at hopper_state_kernel+0x120 in prefill_state.py:{read}
+=========     Write Thread (31,0,0) at hopper_state_kernel+0x12a0 in state_kernel.py:{write}
+=========     Read Thread (192,0,0) at hopper_state_kernel+0x120 in state_kernel.py:{read}
 =========     Current Value : 1
 """
         for write, read in sides
@@ -38,7 +38,7 @@ def test_the_hand_over_is_told_from_a_fault():
     # the same hazard between two threads of one group, or in another kernel
     handed, between, faults = races.judge(text.replace("(192,0,0)", "(96,0,0)"))
     assert (handed, between, len(faults)) == (2, 0, 1)
-    assert f"prefill_state.py:{store}" in faults[0]
+    assert f"state_kernel.py:{store}" in faults[0]
     handed, between, faults = races.judge(text.replace("hopper_state_kernel", "decode_kernel"))
     assert (handed, between, len(faults)) == (2, 0, 1)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from sluice import dispatch
-from sluice.backends.triton.window import find_sequence
+from sluice.backends.triton.work_units import probe_sequence
 from tests.gpu.random_layer import DEVICE
 
 pytestmark = [
@@ -34,7 +34,7 @@ BLOCK = 16
 def found_kernel(cu_seqlens_ptr, blocks_ptr, found_ptr, N, T, BLOCK: tl.constexpr):
     pid = tl.program_id(0)
     block = tl.load(blocks_ptr + pid)
-    seq, inner, start, length = find_sequence(cu_seqlens_ptr, block, N, T, BLOCK)
+    seq, inner, start, length = probe_sequence(block, cu_seqlens_ptr, N, T, BLOCK)
     tl.store(found_ptr + 4 * pid, seq)
     tl.store(found_ptr + 4 * pid + 1, inner)
     tl.store(found_ptr + 4 * pid + 2, start)

@@ -46,8 +46,8 @@ class Row:
     Status: ok, refused, wrong, error, missing, or skipped (the time ran out).
 
     ``median_s`` and its percentiles are of replayed graphs on a GPU, and of calls on a CPU. Eager
-    calls on a GPU have two more times: ``host``, until the call returns, and ``eager``, until its
-    result is there. Results of a CPU have neither, nor do those of earlier versions.
+    calls on a GPU have two more times: ``host``, until a call returns, and ``eager``, wall time per
+    call (``timing_eager.py``). Results of a CPU have neither, nor do those of earlier versions.
     """
 
     workload: str

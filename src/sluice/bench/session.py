@@ -221,7 +221,7 @@ class Session:
             return self.timer.block(seconds, least, most_seconds)
 
     def eager(self, seconds: float) -> dict[str, list[float]]:
-        """Time eager calls in one round: seconds per call, of the host and until the result."""
+        """Time eager calls in one round: seconds per call, of the host and by wall clock."""
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self.timer.eager.block(seconds)

@@ -21,8 +21,8 @@ HEAD = ("workload", "provider", "µs", "p10-p90", "rate", "of floor", "sluice is
 EAGER = ("host µs", "eager µs")  # after the times, where eager calls were timed
 RIGHT = ("µs", "p10-p90", *EAGER, "rate", "of floor", "error")
 EAGER_NOTE = (
-    "µs is the time of a replayed graph, without the host; an eager call returns after host µs, "
-    "and its result is there after eager µs"
+    "µs is the time of a replayed graph, without the host; an eager call returns after host µs; "
+    "eager µs is the wall time per call of eager calls in a row, until every result is there"
 )
 BUSY = 0.1  # share of the cores used by others above which a run is not reliable
 SYMBOLS = {"refused": "-", "wrong": "WRONG", "error": "ERROR", "skipped": "skipped"}
@@ -73,7 +73,7 @@ def _cells(
 
 
 def eager(row: Row) -> tuple[str, str]:
-    """Microseconds of an eager call: of the host, and until the result is there."""
+    """Microseconds of an eager call: of the host, and by the wall clock."""
     host, wall = (None if x is None else x.median_s for x in (row.host, row.eager))
     return microseconds(host), microseconds(wall)
 

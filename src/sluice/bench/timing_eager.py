@@ -4,7 +4,8 @@ A replayed graph (``timing_gpu.py``) shows the time of the kernels alone. A prog
 eagerly also spends the host's time on every call:
 
 host   until the call returns, without waiting for the device
-wall   until its result is there: synchronise, call, synchronise
+wall   per call of a train of calls, from the first call until every result is there: the larger of
+       the host's and the device's time, as a program feels it that calls layer after layer
 
 The host's time is that of short bursts. The device is idle before each burst, and a burst holds so
 few calls that the launch queue never fills: a full queue would make the host wait for the device.
@@ -23,6 +24,7 @@ import torch
 from sluice.bench.providers.base import Call
 
 BURST = 4  # calls, or fewer where these take longer than a block may
+TRAIN = 16  # calls, or fewer likewise: the start on an idle device is a small part of it
 
 
 class Timer:
@@ -33,16 +35,15 @@ class Timer:
         self.next = 0
 
     def block(self, seconds: float) -> dict[str, list[float]]:
-        """Seconds per call, of the host in each burst and of each call alone.
+        """Seconds per call, of the host in each burst and of both in each train.
 
         Each takes half of ``seconds`` and has at least one sample. One more call goes first and is
         not counted: another provider has just used the caches and the cores.
         """
         half = seconds / 2
-        first = self._wall()
-        burst = max(1, min(BURST, int(half / max(first, 1e-9))))
-        host = _repeat(lambda: self._host(burst), half)
-        return {"host": host, "wall": _repeat(self._wall, half)}
+        most = max(1, int(half / max(self._wall(1), 1e-9)))
+        host = _repeat(lambda: self._host(min(BURST, most)), half)
+        return {"host": host, "wall": _repeat(lambda: self._wall(min(TRAIN, most)), half)}
 
     def _host(self, count: int) -> float:
         """Seconds of the host per call, in one burst."""
@@ -55,14 +56,15 @@ class Timer:
         torch.cuda.synchronize()
         return seconds
 
-    def _wall(self) -> float:
-        """Seconds of one call on an idle device, until its result is there."""
-        run = self._turn()
+    def _wall(self, count: int) -> float:
+        """Seconds per call of a train, from an idle device until every result is there."""
+        runs = [self._turn() for _ in range(count)]
         torch.cuda.synchronize()
         start = time.perf_counter()
-        run()
+        for run in runs:
+            run()
         torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / count
 
     def _turn(self) -> Callable[[], Any]:
         """The call on the next set of inputs."""

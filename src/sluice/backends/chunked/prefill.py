@@ -1,13 +1,13 @@
 """Chunked prefill in plain torch, docs/kernels/chunked.md.
 
-Per chunk of C tokens, with gc the in-chunk cumulative log decay and gl its last value:
+Per chunk of C tokens, with γ the cumulative log decay in the chunk and γ_C its last value:
 
-    M  = strictLower(diag(beta) (Kd K~^T))     decays folded into the product
-    Vd = (I + M)^-1 diag(beta) (V - e^gc K S)
-    O  = e^gc Q S + lower(Qd K~^T) Vd
-    S <- e^gl S + (e^(gl - gc) K)^T Vd
+    D  = (I + strictLower(diag(beta) KKg))⁻¹ diag(beta) (V - e^γ K S)
+    O  = e^γ Q S + QKg D
+    S <- e^γ_C S + (e^(γ_C - γ) K)ᵀ D
 
-Only differences gc_i - gc_j with i >= j are exponentiated: they are never positive.
+KKg = G ∘ K Kᵀ and QKg = G ∘ Q Kᵀ, with G_ij = e^(γ_i - γ_j) for i >= j, else 0; for decay per key
+they are (K20). Only these differences are exponentiated: they are never positive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sluice.backends.reference.recurrence import Tokens
 from sluice.contract.spec import DeltaSpec
 
 CHUNK = {"none": 64, "head": 64, "key": 16}
-"""Tokens a chunk. With per-key decay the pairwise decays are a [C, C, K] tensor: a short chunk."""
+"""Tokens per chunk. With decay per key, G is a [C, C, K] tensor: a chunk is short."""
 
 
 def prefill(p: DeltaSpec, t: Any) -> None:
@@ -49,52 +49,52 @@ def chunks(x: Tokens, S: Tensor, o: Tensor, after: Checkpointer | None, C: int) 
 
 
 def chunk(x: Tokens, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk: the outputs [N, C, HO, V] and the state behind it. Differentiable."""
+    """One chunk: the outputs [N, C, HO, V] and the state after it. Differentiable."""
     C, HV = x.v.shape[1:3]
     q, k, v = x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2)
     HQ, HK = q.shape[1], k.shape[1]
-    gc = torch.zeros(1, 1, C, 1, dtype=v.dtype, device=v.device)
+    gamma = torch.zeros(1, 1, C, 1, dtype=v.dtype, device=v.device)
     if x.g is not None:
-        gc = x.g.transpose(1, 2).cumsum(2)
-        gc = gc.unsqueeze(-1) if gc.dim() == 3 else gc  # [N, HV, C, 1 or K]
-    gl = gc[:, :, -1:]
+        gamma = x.g.transpose(1, 2).cumsum(2)
+        gamma = gamma.unsqueeze(-1) if gamma.dim() == 3 else gamma  # [N, HV, C, 1 or K]
+    gamma_C = gamma[:, :, -1:]
     k_v = k.repeat_interleave(HV // HK, dim=1)  # [N, HV, C, K]
 
-    Vd = v
+    d = v
     if x.beta is not None:
         beta = x.beta.transpose(1, 2).unsqueeze(-1)
-        M = beta * _decayed_product(k, k, gc, HV, strict=True)
-        W = beta * (v - (gc.exp() * k_v) @ S)
-        Vd = torch.linalg.solve_triangular(M, W, upper=False, unitriangular=True)
+        lower = beta * _decayed_product(k, k, gamma, HV, strict=True)
+        w = beta * (v - (gamma.exp() * k_v) @ S)
+        d = torch.linalg.solve_triangular(lower, w, upper=False, unitriangular=True)
     if HQ <= HV:
-        q_v, groups = q.repeat_interleave(HV // HQ, dim=1), 1
-        out = (gc.exp() * q_v) @ S + _decayed_product(q, k, gc, HV, strict=False) @ Vd
-    else:  # several query heads read one state: handle them as more rows of the same head
-        groups = HQ // HV
+        q_v = q.repeat_interleave(HV // HQ, dim=1)
+        out = (gamma.exp() * q_v) @ S + _decayed_product(q, k, gamma, HV, strict=False) @ d
+    else:  # several query heads read one state
         parts = []
-        for q_v in q.unflatten(1, (HV, groups)).unbind(2):
-            P = _decayed_product(q_v, k, gc, HV, strict=False)
-            parts.append((gc.exp() * q_v) @ S + P @ Vd)
+        for q_v in q.unflatten(1, (HV, HQ // HV)).unbind(2):
+            qkg = _decayed_product(q_v, k, gamma, HV, strict=False)
+            parts.append((gamma.exp() * q_v) @ S + qkg @ d)
         out = torch.stack(parts, dim=2).flatten(1, 2)
-    S = gl.exp().transpose(-1, -2) * S + ((gl - gc).exp() * k_v).transpose(-1, -2) @ Vd
+    k_out = (gamma_C - gamma).exp() * k_v
+    S = gamma_C.exp().transpose(-1, -2) * S + k_out.transpose(-1, -2) @ d
     return out.transpose(1, 2), S
 
 
-def _decayed_product(x: Tensor, k: Tensor, gc: Tensor, HV: int, *, strict: bool) -> Tensor:
-    """[N, HV, C, C]: sum_c x_ic k_jc exp(gc_ic - gc_jc) below the diagonal (with it unless strict).
+def _decayed_product(x: Tensor, k: Tensor, gamma: Tensor, HV: int, *, strict: bool) -> Tensor:
+    """[N, HV, C, C]: Σ_c x_ic k_jc e^(γ_ic - γ_jc) below the diagonal (with it unless strict).
 
-    With per-head decay the product is made once per group of heads and decayed afterwards.
+    With decay per head the product is made once per group of value heads and decayed afterwards.
     """
-    C = gc.shape[2]
-    mask = torch.ones(C, C, dtype=torch.bool, device=gc.device).tril(-1 if strict else 0)
-    if gc.shape[-1] == 1:
+    C = gamma.shape[2]
+    mask = torch.ones(C, C, dtype=torch.bool, device=gamma.device).tril(-1 if strict else 0)
+    if gamma.shape[-1] == 1:
         heads = max(x.shape[1], k.shape[1])
         x, k = (y.repeat_interleave(heads // y.shape[1], dim=1) for y in (x, k))
         product = (x @ k.transpose(-1, -2)).repeat_interleave(HV // heads, dim=1)
-        difference = gc - gc.transpose(-1, -2)
+        difference = gamma - gamma.transpose(-1, -2)
         return product * _masked_exp(difference, mask)
     x, k = (y.repeat_interleave(HV // y.shape[1], dim=1) for y in (x, k))
-    difference = gc.unsqueeze(3) - gc.unsqueeze(2)  # [N, HV, C, C, K]
+    difference = gamma.unsqueeze(3) - gamma.unsqueeze(2)  # [N, HV, C, C, K]
     decay = _masked_exp(difference, mask.unsqueeze(-1))
     return (x.unsqueeze(3) * k.unsqueeze(2) * decay).sum(-1)
 

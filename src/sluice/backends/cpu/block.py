@@ -24,13 +24,13 @@ class Fields:
 
     HEAD = (
         "tasks"  # how many
-        " team most threads"  # torch's threads, those of use to the call, those it has
+        " team threads"  # torch's threads, and those of this call that have a part of the tasks
         " worker"  # the address of the kernel that all threads call
         " parallel identify"  # addresses: of GOMP_parallel, and of what numbers threads
         " counters"  # the address of the counters
         " trusted"  # whether values need no look
         " crowd"  # the address of what is known of busy neighbours
-        " done_at"  # when the calling thread found no task left
+        " done_at work"  # when the calling thread found no task left; the last call's work
     )
 
     def __init__(self, name: str, addresses: str, ints: str = "", floats: str = "") -> None:

@@ -91,23 +91,20 @@ def bind_fields(
     given = [field for field in fields.addresses if field in sources]
     layout, start = fields.address_struct(given)
     put_addresses = layout.pack_into
-    take = itemgetter(*(sources[field] for field in given))
+    order = [sources[field] for field in given]
+    take = itemgetter(*order) if len(order) > 1 else lambda tensors: (tensors[order[0]],)
     pools: dict[int, list[Block]] = {}
     threads_of_torch = torch.get_num_threads
 
     def block_for(team: int) -> Block:
-        shared = share(team)
-        most = min(team, shared["tasks"])
         head = {
             "team": team,
-            "most": most,
             "worker": worker,
             "parallel": threads.parallel,
             "identify": threads.identify,
             "crowd": threads.CROWD_ADDRESS,
         }
-        template = fields.pack({**values, **shared, **head})
-        return Block(template, fields.offset, most)
+        return Block(fields.pack({**values, **share(team), **head}), fields.offset, team)
 
     def launch(tensors: Sequence[Any]) -> None:
         team = threads_of_torch()

@@ -8,10 +8,14 @@ Every thread calls the kernel with the same block. It begins with its own part o
 same part in every call so that a core finds in its cache what it wrote last time, and then helps
 with the parts of others. No result depends on the number of threads.
 
+A team is as large as torch's teams are, also where there are fewer tasks: OpenMP ends threads that
+a smaller team leaves out, and torch's next operator would have to make them anew.
+
 **A busy neighbour.** ``GOMP_parallel`` returns when every thread of the team has come back, also
 one that the operating system has put aside for another process and that found no task left. So the
 calling thread measures how long it waited after the last task. A wait that is out of proportion
-halves the number of threads for the calls that follow, for a pause after which more are tried.
+halves the team for the calls that follow, for a pause after which a larger one is tried. Calls that
+take much longer than that wait keep the whole team.
 """
 
 from __future__ import annotations
@@ -39,16 +43,19 @@ COUNTER_BYTES = 64
 
 LONG_WAIT = 100_000
 """Nanoseconds: a longer wait, if it is longer than the work too, is out of proportion."""
+LONG_WORK = 2
+"""A call that takes one thread this many times as long as the wait keeps the whole team: it would
+lose more without it."""
 PAUSE_PER_WAIT = 16
 """A pause is at least this many times as long as the wait before it, which so costs 1/16 of the
 time at most. It doubles each time that more threads do not go well again soon."""
 LONGEST_PAUSE = 1_000_000_000
 """Nanoseconds."""
 
-crowd = struct_view("crowd", "limit until pause")
-"""What is known of busy neighbours: how many threads to use (0: no limit), until when, and how long
-the pause was."""
-CROWD = (ctypes.c_int64 * 3)()
+crowd = struct_view("crowd", "limit until pause wait long_wait")
+"""What is known of busy neighbours: how large teams are (0: no limit), until when, how long that
+pause is, and the wait that led to it. ``long_wait`` is ``LONG_WAIT``, which tests change."""
+CROWD = (ctypes.c_int64 * 5)(0, 0, 0, 0, LONG_WAIT)
 """The one record of the process. Threads write it without a lock: at worst a limit is lost."""
 CROWD_ADDRESS = ctypes.addressof(CROWD)
 
@@ -95,46 +102,49 @@ def python_threads(function: Callable[[int], Any], where: int, count: int) -> No
 @jit
 def run_tasks(p, block):
     """Let threads call the worker until all tasks are done."""
-    threads = _threads_now(p)
+    begin = nanoseconds()
+    team = _team_now(p, begin)
+    threads = min(team, p.tasks)
     p.threads = threads
     for i in range(threads + 1):
         write_int(p.counters + COUNTER_BYTES * i, 0)
     if threads == 1:
         call_worker(p.worker, block)
+        p.work = nanoseconds() - begin
         return DONE
     if p.parallel == 0:
         return ASK_PYTHON
-    begin = nanoseconds()
     p.done_at = begin
-    call_parallel(p.parallel, p.worker, block, threads)
-    _judge(p, begin, nanoseconds())
+    call_parallel(p.parallel, p.worker, block, team)
+    _judge(p, team, begin, nanoseconds())
     return DONE
 
 
 @jit
-def _threads_now(p):
-    """The number of threads for this call: as many as there are, or fewer in a pause."""
+def _team_now(p, now):
+    """How many threads this call's team has: torch's number, or fewer in a pause."""
     c = crowd(p.crowd)
-    if c.limit == 0 or p.most <= c.limit:
-        return p.most
-    limit = c.limit if nanoseconds() < c.until else 2 * c.limit
-    return min(p.most, limit)
+    if c.limit == 0 or p.team <= c.limit or p.work > LONG_WORK * c.wait:
+        return p.team
+    return c.limit if now < c.until else min(p.team, 2 * c.limit)
 
 
 @jit
-def _judge(p, begin, end):
+def _judge(p, team, begin, end):
     """Look at how long the calling thread waited for others, and set or lift the limit."""
     c = crowd(p.crowd)
     wait, work = end - p.done_at, p.done_at - begin
-    if wait > LONG_WAIT and wait > work:
+    p.work = work * p.threads
+    if wait > c.long_wait and wait > work:
         pause = PAUSE_PER_WAIT * wait
         if begin - c.until < c.pause:  # it did not go well for as long as the last pause
             pause = max(pause, 2 * c.pause)
         c.pause = min(pause, LONGEST_PAUSE)
         c.until = end + c.pause
-        c.limit = max(p.threads // 2, 1)
-    elif c.limit != 0 and p.threads > c.limit:
-        c.limit = p.threads if p.threads < p.team else 0
+        c.wait = wait
+        c.limit = max(team // 2, 1)
+    elif wait <= c.long_wait and c.limit != 0 and team > c.limit and begin >= c.until:
+        c.limit = team if team < p.team else 0
 
 
 # -- what each thread does ----------------------------------------------------------------------
@@ -144,7 +154,7 @@ def _judge(p, begin, end):
 def tasks_of(p):
     """The tasks of the calling thread: its own part's, then what others have left."""
     own = _first_part(p)
-    for other in range(p.threads):
+    for other in range(p.threads if own < p.threads else 0):
         part = (own + other) % p.threads
         task = _claim(p, part)
         while task >= 0:

@@ -83,7 +83,7 @@ def _unreachable(name: str, x: Meta) -> str | None:
     (B, T, H, width), (stride_b, stride_t, stride_h, _) = x.shape, x.strides
     if H > 1 and stride_h != width:
         return f"a token's heads of {name} next to each other in memory (layout bthd)"
-    if B > 1 and T > 1 and stride_b != T * stride_t:
+    if B > 1 and stride_b != T * stride_t:  # also of one token: its stride is that of the rows
         return f"batch rows of {name} next to each other in memory"
     if stride_t * x.dtype.itemsize % TMA_BYTES:
         step = stride_t * x.dtype.itemsize

@@ -99,7 +99,7 @@ class Binding:
     def scratch(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Pointer:
         """A part of the call's workspace."""
         self.workspace[name] = self.workspace_bytes, shape, dtype
-        size = math.prod(shape) * dtype.itemsize
+        size = max(math.prod(shape) * dtype.itemsize, 1)  # a call without tokens has parts too
         self.workspace_bytes += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         return Pointer(name, dtype)
 

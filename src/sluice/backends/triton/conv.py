@@ -1,12 +1,12 @@
 """Depthwise causal convolution with a rolling window, docs/kernels/conv.md.
 
-    y_t = act(bias + Σ_w weight_w x_(t - W + 1 + w))
+    y_t = act(bias + Σ_w weight_w x_(t - W + 1 + w))                         (V1)
 
-One program owns CHUNK tokens of one sequence × BLOCK_D channels, BLOCK_T at a time. A sequence's
-first block is the one that reads its window, and the one that writes it. Where each sequence has
-one token, as in decode, all is window, and a kernel of its own has nothing else.
+One program owns UNIT_T tokens of one sequence × BLOCK_D channels, and convolves BLOCK_T tokens at a
+time. Only a sequence's first unit reads its window, and it writes the new one. Calls with one token
+per sequence, as in decode, have a kernel of their own.
 """
-# ruff: noqa: SIM102 (what a kernel may not say, and constants decide)
+# ruff: noqa: SIM102 (a constexpr branch stays an if of its own)
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ import triton.language as tl
 from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import INDICES, Binding, kernel_call
 from sluice.backends.triton.launch import Launches
-from sluice.backends.triton.tiles import begin
+from sluice.backends.triton.math import begin
 from sluice.backends.triton.window import (
     FIRST,
+    Checkpoints,
+    ConvStrides,
+    Unit,
     convolve,
     convolve_first,
     convolve_one,
-    find_sequence,
     load_weights,
     save_windows,
 )
+from sluice.backends.triton.work_units import probe_sequence
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
 
 
 @triton.jit
 def locate(
-    block,
+    unit,
     cu_seqlens_ptr,
     slots_ptr,
     write_slots_ptr,
@@ -41,20 +44,19 @@ def locate(
     N,
     T,
     pad_slot,
-    CHUNK: tl.constexpr,
+    UNIT_T: tl.constexpr,
 ):
-    """A block's sequence: its index, batch row, first token, length, which block of it this is, and
-    the rows of the pool it reads and writes, each with whether it does."""
+    """The work unit with this index in the call."""
     if cu_seqlens_ptr is not None:
-        seq, block, start, length = find_sequence(cu_seqlens_ptr, block, N, T, CHUNK)
+        seq, number, start, length = probe_sequence(unit, cu_seqlens_ptr, N, T, UNIT_T)
         owned = seq < N
         seq = seq.to(tl.int64)
         start = start.to(tl.int64)
         batch = seq * 0
     else:
-        blocks = tl.maximum((T + CHUNK - 1) // CHUNK, 1)
-        seq = (block // blocks).to(tl.int64)
-        block = block % blocks
+        units = tl.maximum((T + UNIT_T - 1) // UNIT_T, 1)
+        seq = (unit // units).to(tl.int64)
+        number = unit % units
         owned = seq >= 0
         start = seq * 0
         length = T
@@ -72,7 +74,7 @@ def locate(
     if write_slots_ptr is not None:
         write_slot = tl.load(write_slots_ptr + seq, mask=owned, other=0).to(tl.int64)
         kept = live & (write_slot > pad_slot)
-    return seq, block, batch, start, length, live, slot, known, write_slot, kept
+    return Unit(seq, number, batch, start, length, live, slot, known, write_slot, kept)
 
 
 FREE = ["N", "T", "M", "every", "pad_slot"]
@@ -110,7 +112,7 @@ def conv_kernel(
     D: tl.constexpr,
     L: tl.constexpr,
     W: tl.constexpr,
-    CHUNK: tl.constexpr,
+    UNIT_T: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -121,28 +123,29 @@ def conv_kernel(
     COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     begin()
     pid = tl.program_id(0)
-    seq, block, batch, start, length, live, slot, known, write_slot, kept = locate(
+    unit = locate(
         pid // COLUMNS, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
-        CHUNK,
+        UNIT_T,
     )  # fmt: skip
+    length = unit.length
     offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
-    x_ptr += batch * stride_x_b + start * stride_x_t
-    y_ptr += batch * stride_y_b + start * stride_y_t
+    x_ptr += unit.batch * stride_x_b + unit.start * stride_x_t
+    y_ptr += unit.batch * stride_y_b + unit.start * stride_y_t
     window_ptr = state_ptr
     if state_ptr is not None:
-        window_ptr = state_ptr + slot * stride_state_p
-    weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W)
+        window_ptr = state_ptr + unit.slot * stride_state_p
+    weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
 
-    # tokens whose taps reach into the window are made apart, so that the loop need not know of it
-    first = block * CHUNK
-    last = tl.minimum(first + CHUNK, length)
+    # tokens whose taps reach into the window are made here, so that the loop reads tokens only
+    first = unit.number * UNIT_T
+    last = tl.minimum(first + UNIT_T, length)
     if state_ptr is not None:
-        if known & (block == 0):
+        if unit.known & (unit.number == 0):
             offs_t = tl.arange(0, FIRST).to(tl.int64)
             y = convolve_first(
-                x_ptr, weights, bias_ptr, window_ptr, offs_t, length, offs_d, mask_d, stride_x_t,
-                stride_x_d, stride_state_d, stride_state_l, L, W, SILU,
+                x_ptr, weights, bias_ptr, window_ptr, offs_t, length, offs_d, mask_d,
+                ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l), L, W, SILU,
             )  # fmt: skip
             at = y_ptr + offs_t[:, None] * stride_y_t + offs_d[None, :] * stride_y_d
             mask = (offs_t < tl.minimum(W - 1, length))[:, None] & mask_d[None, :]
@@ -152,7 +155,7 @@ def conv_kernel(
     rows = offs_t.to(tl.int64)[:, None]  # T·D passes 2**31 in long inputs
     place = x_ptr + (rows - (W - 1)) * stride_x_t + offs_d[None, :] * stride_x_d
     out = y_ptr + rows * stride_y_t + offs_d[None, :] * stride_y_d
-    if not live:
+    if not unit.live:
         for begins in range(first, last, BLOCK_T):
             zeros = tl.zeros([BLOCK_T, BLOCK_D], y_ptr.dtype.element_ty)
             mask = (begins + tl.arange(0, BLOCK_T) < last)[:, None] & mask_d[None, :]
@@ -166,12 +169,13 @@ def conv_kernel(
         place += BLOCK_T * stride_x_t
         out += BLOCK_T * stride_y_t
     if WRITE_STATE:
-        if live:
+        if unit.live:
             save_windows(
-                x_ptr, state_ptr, window_ptr, known, kept, length, seq, block,
-                checkpoint_slots_ptr, checkpoint_positions_ptr, write_slot, every, M, pad_slot,
-                offs_d, mask_d, stride_x_t, stride_x_d, stride_state_p, stride_state_d,
-                stride_state_l, L, CHUNK, BLOCK_L,
+                x_ptr, state_ptr, window_ptr, unit,
+                Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot),
+                offs_d, mask_d, stride_state_p,
+                ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
+                L, UNIT_T, BLOCK_L,
             )  # fmt: skip
 
 
@@ -206,37 +210,38 @@ def conv_one_kernel(
     COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     begin()
     pid = tl.program_id(0)
-    seq, _, _, _, _, live, slot, known, write_slot, kept = locate(
+    unit = locate(
         pid // COLUMNS, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1
     )
     offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
-    weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W)
+    weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
     rolled_ptr = None
     if WRITE_STATE:
-        rolled_ptr = state_ptr + write_slot * stride_state_p
+        rolled_ptr = state_ptr + unit.write_slot * stride_state_p
     y = convolve_one(
-        x_ptr + seq * stride_x_b, weights, bias_ptr, state_ptr + slot * stride_state_p, rolled_ptr,
-        known, kept, offs_d, mask_d, stride_x_d, stride_state_d, stride_state_l, L, W, SILU,
+        x_ptr + unit.seq * stride_x_b, weights, bias_ptr, state_ptr + unit.slot * stride_state_p,
+        rolled_ptr, unit.known, unit.kept, offs_d, mask_d,
+        ConvStrides(0, stride_x_d, stride_state_d, stride_state_l), L, SILU,
     )  # fmt: skip
-    y = tl.where(live, y, 0.0).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + seq * stride_y_b + offs_d[None, :] * stride_y_d, y, mask=mask_d[None, :])
+    y = tl.where(unit.live, y, 0.0).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + unit.seq * stride_y_b + offs_d[None, :] * stride_y_d, y, mask=mask_d[None, :])
 
 
-def blocks(p: ConvSpec | ConvQkvSpec, tokens: int) -> int:
-    """How many blocks of ``tokens`` tokens cover the call: see ``find_sequence``."""
+def units(p: ConvSpec | ConvQkvSpec, tokens: int) -> int:
+    """Work units of ``tokens`` tokens that cover the call: see work_units.py."""
     if p.varlen:
         return p.T // tokens + p.N + 1
     return p.N * max(1, configs.blocks(p.T, tokens))
 
 
 def average(p: ConvSpec | ConvQkvSpec) -> int:
-    """Tokens of a sequence, as far as shapes know."""
+    """Tokens per sequence on average, which is all that shapes say of packed sequences."""
     return configs.blocks(p.T, max(p.N, 1)) if p.varlen else p.T
 
 
 def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
-    """The arguments that both convolutions have."""
+    """The arguments that both convolutions take."""
     return {
         "x_ptr": memory["x"],
         "weight_ptr": memory["weight"],
@@ -265,7 +270,7 @@ def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
 
 
 def launches(spec: ConvSpec) -> Launches:
-    """The kernel of ``causal_conv1d``: one for a token per sequence, one for all else."""
+    """The kernel of ``causal_conv1d``: one for a single token per sequence, one for all else."""
     memory, p = Binding(spec), spec
     common = {**shared(p, memory), "y_ptr": memory["out"], **memory.strides("out", "btd", "y")}
     common["D"] = p.D
@@ -280,11 +285,11 @@ def launches(spec: ConvSpec) -> Launches:
     config = configs.conv(p.D, max(2, average(p)))
     call = kernel_call(
         conv_kernel,
-        blocks(p, config.CHUNK) * configs.blocks(p.D, config.BLOCK_D),
+        units(p, config.UNIT_T) * configs.blocks(p.D, config.BLOCK_D),
         config,
         p.device,
         **common,
-        CHUNK=config.CHUNK,
+        UNIT_T=config.UNIT_T,
         STAGES=config.num_stages,
         BLOCK_T=config.BLOCK_T,
         BLOCK_D=config.BLOCK_D,

@@ -1,16 +1,18 @@
 """Convolution, split into heads, l2 norm and gates in one launch, docs/kernels/conv.md.
 
-    y      = act(conv(x))            channels [Q | K | V]
-    q, k   = y / |y| per head        1 / |y| = rsqrt(Σ y² + 1e-6)
-    g      = -exp(A_log) softplus(a + dt_bias),   beta = sigmoid(b)
+    y      = act(conv(x))            channels [Q | K | V]                    (V1)
+    q, k   = y / |y| per head        1 / |y| = rsqrt(Σ y² + 1e-6)            (V2)
+    g      = -exp(A_log) softplus(a + dt_bias),   beta = sigmoid(b)          (V3)
 
-One program owns CHUNK tokens of one sequence × one head of q, k or v, or the gates of all heads:
-no block crosses from Q to K or from K to V, whatever the head counts are. A whole chunk inside a
-sequence, which is nearly all there are, knows its addresses when it is compiled (``inner_chunk``).
+One program owns UNIT_T tokens of one sequence × one head of q, k or v, or the gates of all heads.
+So no program crosses from Q to K or from K to V, whatever the head counts are. Most units are whole
+and inside their sequence: they have a path of their own, with constant strides (``inner_unit``).
 """
-# ruff: noqa: RUF005, SIM102 (what a kernel may not say, and constants decide)
+# ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay ifs)
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,60 +20,80 @@ from triton.language.target_info import is_cuda
 
 from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import GATES, INDICES, Binding, kernel_call
-from sluice.backends.triton.conv import FREE, average, blocks, locate, shared
+from sluice.backends.triton.conv import FREE, average, locate, shared, units
 from sluice.backends.triton.launch import Launches
-from sluice.backends.triton.tiles import NORM_EPS, begin, exp, sigmoid, softplus
-from sluice.backends.triton.window import load_weights, save_windows
+from sluice.backends.triton.math import NORM_EPS, begin, exp, sigmoid, softplus
+from sluice.backends.triton.window import Checkpoints, ConvStrides, load_weights, save_windows
 from sluice.contract.spec import ConvQkvSpec
+
+
+class Gate(NamedTuple):
+    """A raw gate [T, HV] and the gate made from it."""
+
+    raw_ptr: Any
+    out_ptr: Any  # None: not asked for
+    raw_t: Any  # strides
+    raw_h: Any
+    out_t: Any
+    out_h: Any
+
+
+class Convolution(NamedTuple):
+    """The constants of a unit. In a kernel: ``conv: tl.constexpr = Convolution(...)``."""
+
+    W: Any
+    UNIT_T: Any
+    BLOCK_T: Any
+    BLOCK_D: Any
+    SILU: Any
+    NORMALIZE_QK: Any
+
+
+class Steps(NamedTuple):
+    """Strides of tokens as constants: ``inner_unit``."""
+
+    X: Any
+    QK: Any
+    V: Any
 
 
 @triton.jit
 def make_gates(
-    a_ptr,
-    b_ptr,
+    decay,  # a Gate: a and g
+    write,  # a Gate: b and beta
     A_log_ptr,
     dt_bias_ptr,
-    g_ptr,
-    beta_ptr,
     beta_scale,
     offs_t,
     length,
     live,
-    stride_a_t,
-    stride_a_h,
-    stride_b_t,
-    stride_b_h,
-    stride_g_t,
-    stride_g_h,
-    stride_beta_t,
-    stride_beta_h,
     HV: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """g and beta [BLOCK_T, HV] in float32; zeros where the row is padding."""
+    """(V3): g and beta [BLOCK_T, HV] in float32; zeros where the row is padding."""
     offs_h = tl.arange(0, BLOCK_H)
     mask_h = offs_h < HV
     mask = (offs_t < length)[:, None] & mask_h[None, :]
-    if g_ptr is not None:
-        at = a_ptr + offs_t[:, None] * stride_a_t + offs_h[None, :] * stride_a_h
+    if decay.out_ptr is not None:
+        at = decay.raw_ptr + offs_t[:, None] * decay.raw_t + offs_h[None, :] * decay.raw_h
         a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if dt_bias_ptr is not None:
             a += tl.load(dt_bias_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)[None, :]
         A_log = tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
         g = tl.where(live, -exp(A_log)[None, :] * softplus(a), 0.0)
-        at = g_ptr + offs_t[:, None] * stride_g_t + offs_h[None, :] * stride_g_h
-        tl.store(at, g.to(g_ptr.dtype.element_ty), mask=mask)
-    if beta_ptr is not None:
-        at = b_ptr + offs_t[:, None] * stride_b_t + offs_h[None, :] * stride_b_h
+        at = decay.out_ptr + offs_t[:, None] * decay.out_t + offs_h[None, :] * decay.out_h
+        tl.store(at, g.to(decay.out_ptr.dtype.element_ty), mask=mask)
+    if write.out_ptr is not None:
+        at = write.raw_ptr + offs_t[:, None] * write.raw_t + offs_h[None, :] * write.raw_h
         b = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         beta = tl.where(live, sigmoid(b) * beta_scale, 0.0)
-        at = beta_ptr + offs_t[:, None] * stride_beta_t + offs_h[None, :] * stride_beta_h
-        tl.store(at, beta.to(beta_ptr.dtype.element_ty), mask=mask)
+        at = write.out_ptr + offs_t[:, None] * write.out_t + offs_h[None, :] * write.out_h
+        tl.store(at, beta.to(write.out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_rows(place, left, mask, stride_x_t, BLOCK_T: tl.constexpr):
-    """Inputs of BLOCK_T tokens, of which ``left`` exist, each [BLOCK_D] in the dtype they have."""
+    """Inputs of BLOCK_T tokens, of which ``left`` exist, each [BLOCK_D] in their own dtype."""
     rows = ()
     for i in tl.static_range(BLOCK_T):
         rows = rows + (tl.load(place + i * stride_x_t, mask=mask & (i < left), other=0.0),)
@@ -80,7 +102,7 @@ def load_rows(place, left, mask, stride_x_t, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def weighted(taps, weights, bias, W: tl.constexpr):
-    """bias + Σ_w weight_w tap_w, one fma after the other; the usual four as one operation."""
+    """bias + Σ_w weight_w tap_w, one fma after the other; the usual four are one operation."""
     if is_cuda() and W == 4:
         y = tl.inline_asm_elementwise(
             """fma.rn.f32 $0, $1, $5, $9; fma.rn.f32 $0, $2, $6, $0;
@@ -99,9 +121,10 @@ def weighted(taps, weights, bias, W: tl.constexpr):
 
 @triton.jit
 def silu(x):
-    """``tiles.silu``, instruction by instruction, but to Triton one operation instead of five.
+    """``math.silu`` with the same instructions, but as one operation of Triton's instead of five.
 
-    Its passes take longer than in proportion: docs/kernels/conv.md.
+    The time of Triton's passes grows faster than the number of operations
+    (docs/kernels/conv_log.md).
     """
     if is_cuda():
         y = tl.inline_asm_elementwise(
@@ -123,6 +146,7 @@ def normalized(y):
 
 @triton.jit
 def normalized_rows(ys):
+    """Each head over its length."""
     units = ()
     for i in tl.static_range(len(ys)):
         units = units + (normalized(ys[i]),)
@@ -144,8 +168,8 @@ def convolve_row(row, taps, weights, bias, W: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def convolve_rows(
-    place,  # [BLOCK_D] where the first token's inputs lie
-    out,  # [BLOCK_D] where its outputs go
+    place,  # [BLOCK_D] addresses of the first token's inputs
+    out,  # [BLOCK_D] addresses of its outputs
     taps,  # the W - 1 inputs before it, float32
     weights,
     bias,
@@ -154,16 +178,14 @@ def convolve_rows(
     is_key,  # whether the head is normalized, with NORMALIZE_QK
     stride_x_t,
     stride_out_t,
-    W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    SILU: tl.constexpr,
-    NORMALIZE_QK: tl.constexpr,
+    conv: tl.constexpr,
 ):
-    """``tokens`` tokens of one head, the window of taps moving along in registers.
+    """``tokens`` tokens of one head; the last W - 1 inputs move along in registers.
 
-    Each input is loaded, and converted, once. The next tokens' loads are under way meanwhile. Heads
-    of q, k and v share this code: it is compiled once.
+    Each input is loaded and converted once, and the loads of the next tokens are under way
+    meanwhile. Heads of q, k and v share this code: it is compiled once.
     """
+    BLOCK_T: tl.constexpr = conv.BLOCK_T
     ahead = load_rows(place, tokens, mask, stride_x_t, BLOCK_T)
     for t in range(0, tokens, BLOCK_T):
         rows = ahead
@@ -171,9 +193,9 @@ def convolve_rows(
         ahead = load_rows(place, tokens - t - BLOCK_T, mask, stride_x_t, BLOCK_T)
         ys = ()
         for i in tl.static_range(BLOCK_T):
-            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU)
+            y, taps = convolve_row(rows[i], taps, weights, bias, conv.W, conv.SILU)
             ys = ys + (y,)
-        if NORMALIZE_QK:
+        if conv.NORMALIZE_QK:
             if is_key:
                 ys = normalized_rows(ys)
         for i in tl.static_range(BLOCK_T):
@@ -183,44 +205,44 @@ def convolve_rows(
 
 
 @triton.jit
-def convolve_chunk(
+def convolve_unit(
     place,
     out,
     weights,
     bias,
     STEP_X: tl.constexpr,
     STEP_OUT: tl.constexpr,
-    W: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    SILU: tl.constexpr,
+    conv: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    """``convolve_rows`` for CHUNK tokens that all exist, as do the W - 1 before them.
+    """``convolve_rows`` for UNIT_T tokens that all exist, as do the W - 1 before them.
 
-    No masks, no loop, and each address a constant away from the first; the bits are the same.
+    It has no masks and no loop, and each address is the first one plus a constant. The bits are the
+    same.
     """
+    W: tl.constexpr = conv.W
+    BLOCK_T: tl.constexpr = conv.BLOCK_T
     taps = ()
     for w in tl.static_range(W - 1):
         taps = taps + (tl.load(place + (w - (W - 1)) * STEP_X).to(tl.float32),)
     ahead = ()
     for i in tl.static_range(BLOCK_T):
         ahead = ahead + (tl.load(place + i * STEP_X),)
-    for t in tl.static_range(0, CHUNK, BLOCK_T):
+    for t in tl.static_range(0, conv.UNIT_T, BLOCK_T):
         rows = ahead
-        if t + BLOCK_T < CHUNK:
+        if t + BLOCK_T < conv.UNIT_T:
             ahead = ()
             for i in tl.static_range(BLOCK_T):
                 ahead = ahead + (tl.load(place + (t + BLOCK_T + i) * STEP_X),)
         for i in tl.static_range(BLOCK_T):
-            y, taps = convolve_row(rows[i], taps, weights, bias, W, SILU)
+            y, taps = convolve_row(rows[i], taps, weights, bias, W, conv.SILU)
             if NORMALIZE:
                 y = normalized(y)
             tl.store(out + (t + i) * STEP_OUT, y.to(out.dtype.element_ty))
 
 
 @triton.jit
-def inner_chunk(
+def inner_unit(
     x_ptr,  # of the batch row, as the outputs
     weight_ptr,
     bias_ptr,
@@ -230,17 +252,11 @@ def inner_chunk(
     token,
     part,
     HK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STEP_X: tl.constexpr,
-    STEP_QK: tl.constexpr,
-    STEP_V: tl.constexpr,
-    W: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    SILU: tl.constexpr,
-    NORMALIZE_QK: tl.constexpr,
+    steps: tl.constexpr,
+    conv: tl.constexpr,
 ):
-    """The chunk at ``token`` of one head, inside its sequence; K = V = BLOCK_D, dense heads."""
+    """A unit from ``token`` on, inside its sequence, of one head; K = V = BLOCK_D, dense heads."""
+    BLOCK_D: tl.constexpr = conv.BLOCK_D
     channel = part * BLOCK_D
     offs = tl.arange(0, BLOCK_D)
     offs_d = channel + offs
@@ -248,26 +264,21 @@ def inner_chunk(
     if bias_ptr is not None:
         bias += tl.load(bias_ptr + offs_d).to(tl.float32)
     mask_d = tl.full((BLOCK_D,), True, tl.int1)
-    weights = load_weights(weight_ptr, offs_d, mask_d, W, 1, W)
-    place = x_ptr + token * STEP_X + offs_d
+    weights = load_weights(weight_ptr, offs_d, mask_d, conv.W, 1, conv.W, True)
+    place = x_ptr + token * steps.X + offs_d
     if part < 2 * HK:
-        out = q_ptr + token * STEP_QK + channel
+        out = q_ptr + token * steps.QK + channel
         if part >= HK:
-            out = k_ptr + token * STEP_QK + (channel - HK * BLOCK_D)
-        convolve_chunk(
-            place, out + offs, weights, bias, STEP_X, STEP_QK, W, CHUNK, BLOCK_T, SILU,
-            NORMALIZE_QK,
-        )  # fmt: skip
+            out = k_ptr + token * steps.QK + (channel - HK * BLOCK_D)
+        convolve_unit(place, out + offs, weights, bias, steps.X, steps.QK, conv, conv.NORMALIZE_QK)
     else:
-        out = v_ptr + token * STEP_V + (channel - 2 * HK * BLOCK_D)
-        convolve_chunk(
-            place, out + offs, weights, bias, STEP_X, STEP_V, W, CHUNK, BLOCK_T, SILU, False
-        )
+        out = v_ptr + token * steps.V + (channel - 2 * HK * BLOCK_D)
+        convolve_unit(place, out + offs, weights, bias, steps.X, steps.V, conv, False)
 
 
 @triton.jit
 def load_history(
-    x_ptr,  # [BLOCK_D] where token ``first`` lies
+    x_ptr,  # [BLOCK_D] addresses of token ``first``
     window_ptr,  # [D, L], or None
     known,
     first,
@@ -359,7 +370,7 @@ def conv_qkv_kernel(
     V: tl.constexpr,
     L: tl.constexpr,
     W: tl.constexpr,
-    CHUNK: tl.constexpr,
+    UNIT_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -367,21 +378,25 @@ def conv_qkv_kernel(
     NORMALIZE_QK: tl.constexpr,
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
-    STEP_X: tl.constexpr,  # stride_x_t, stride_q_t = stride_k_t and stride_v_t as constants, where
-    STEP_QK: tl.constexpr,  # whole chunks are ``inner_chunk``'s; 0 where they are not
-    STEP_V: tl.constexpr,
+    STEP_X: tl.constexpr,  # stride_x_t as a constant for ``inner_unit``; 0: it cannot be used
+    STEP_QK: tl.constexpr,  # stride_q_t = stride_k_t
+    STEP_V: tl.constexpr,  # stride_v_t
 ):
     GATES: tl.constexpr = 0 if g_ptr is None and beta_ptr is None else 1
     PARTS: tl.constexpr = 2 * HK + HV + GATES
+    conv: tl.constexpr = Convolution(W, UNIT_T, BLOCK_T, BLOCK_D, SILU, NORMALIZE_QK)
+    steps: tl.constexpr = Steps(STEP_X, STEP_QK, STEP_V)
     begin()
     pid = tl.program_id(0)
     part = (pid % PARTS).to(tl.int64)
-    seq, block, batch, start, length, live, slot, known, write_slot, kept = locate(
+    unit = locate(
         pid // PARTS, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
-        CHUNK,
+        UNIT_T,
     )  # fmt: skip
-    first = block * CHUNK
-    last = tl.minimum(first + CHUNK, length)
+    batch = unit.batch
+    start = unit.start
+    first = unit.number * UNIT_T
+    last = tl.minimum(first + UNIT_T, unit.length)
 
     if part == 2 * HK + HV:
         if g_ptr is not None:
@@ -392,17 +407,17 @@ def conv_qkv_kernel(
             beta_ptr += batch * stride_beta_b + start * stride_beta_t
         for begins in range(first, last, BLOCK_T):
             make_gates(
-                a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, beta_scale,
-                (begins + tl.arange(0, BLOCK_T)).to(tl.int64), length, live, stride_a_t, stride_a_h,
-                stride_b_t, stride_b_h, stride_g_t, stride_g_h, stride_beta_t, stride_beta_h,
-                HV, BLOCK_H,
+                Gate(a_ptr, g_ptr, stride_a_t, stride_a_h, stride_g_t, stride_g_h),
+                Gate(b_ptr, beta_ptr, stride_b_t, stride_b_h, stride_beta_t, stride_beta_h),
+                A_log_ptr, dt_bias_ptr, beta_scale, (begins + tl.arange(0, BLOCK_T)).to(tl.int64),
+                unit.length, unit.live, HV, BLOCK_H,
             )  # fmt: skip
-    elif (STEP_X > 0) & live & (first >= W - 1) & (last - first == CHUNK):
+    elif (STEP_X > 0) & unit.live & (first >= W - 1) & (last - first == UNIT_T):
         if STEP_X > 0:
-            inner_chunk(
+            inner_unit(
                 x_ptr + batch * stride_x_b, weight_ptr, bias_ptr, q_ptr + batch * stride_q_b,
                 k_ptr + batch * stride_k_b, v_ptr + batch * stride_v_b, start + first, part,
-                HK, BLOCK_D, STEP_X, STEP_QK, STEP_V, W, CHUNK, BLOCK_T, SILU, NORMALIZE_QK,
+                HK, steps, conv,
             )  # fmt: skip
     else:
         # where this head's channels begin, and where its output goes
@@ -429,48 +444,48 @@ def conv_qkv_kernel(
         x_ptr += batch * stride_x_b + start * stride_x_t
         window_ptr = state_ptr
         if state_ptr is not None:
-            window_ptr = state_ptr + slot * stride_state_p
+            window_ptr = state_ptr + unit.slot * stride_state_p
         # int64: T·D passes 2**31 in long inputs
         place = x_ptr + first.to(tl.int64) * stride_x_t + offs_d * stride_x_d
         out = out_ptr + first.to(tl.int64) * stride_out_t + offs
         tokens = last - first
-        if not live:
+        if not unit.live:
             zeros = tl.zeros([BLOCK_D], q_ptr.dtype.element_ty)
             for t in range(tokens):
                 tl.store(out + t * stride_out_t, zeros, mask=mask_d)
             tokens = 0
-        weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W)
+        weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
         bias = tl.zeros([BLOCK_D], tl.float32)
         if bias_ptr is not None:
             bias += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         taps = load_history(
-            place, window_ptr, known, first, length, offs_d, mask_d, stride_x_t, stride_state_d,
-            stride_state_l, L, W,
+            place, window_ptr, unit.known, first, unit.length, offs_d, mask_d, stride_x_t,
+            stride_state_d, stride_state_l, L, W,
         )  # fmt: skip
         convolve_rows(
-            place, out, taps, weights, bias, tokens, mask_d, is_key, stride_x_t, stride_out_t,
-            W, BLOCK_T, SILU, NORMALIZE_QK,
-        )  # fmt: skip
+            place, out, taps, weights, bias, tokens, mask_d, is_key, stride_x_t, stride_out_t, conv
+        )
         if WRITE_STATE:
-            if live:
+            if unit.live:
                 save_windows(
-                    x_ptr, state_ptr, window_ptr, known, kept, length, seq, block,
-                    checkpoint_slots_ptr, checkpoint_positions_ptr, write_slot, every, M, pad_slot,
-                    offs_d, mask_d, stride_x_t, stride_x_d, stride_state_p, stride_state_d,
-                    stride_state_l, L, CHUNK, BLOCK_L,
+                    x_ptr, state_ptr, window_ptr, unit,
+                    Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot),
+                    offs_d, mask_d, stride_state_p,
+                    ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
+                    L, UNIT_T, BLOCK_L,
                 )  # fmt: skip
 
 
-def steps(p: ConvQkvSpec, config: configs.Config) -> dict[str, int]:
-    """The strides that ``inner_chunk`` has as constants; zeros where it does not serve.
+def constant_steps(p: ConvQkvSpec, config: configs.Config) -> dict[str, int]:
+    """The strides that ``inner_unit`` has as constants; zeros where it cannot be used.
 
-    It wants heads without gaps, and leaves checkpoints, and blocks cut for short sequences, to the
-    general path.
+    It needs heads without gaps. Checkpoints, and units cut for short sequences, take the general
+    path.
     """
     x, q, k, v = p.x.strides, p.q.strides, p.k.strides, p.v.strides
     serves = (
         p.K == p.V == config.BLOCK_D
-        and config.CHUNK > config.BLOCK_T
+        and config.UNIT_T > config.BLOCK_T
         and p.checkpoints == "none"
         and x[2] == 1
         and p.weight.is_dense()
@@ -489,7 +504,7 @@ def launches(spec: ConvQkvSpec) -> Launches:
     gates = p.g is not None or p.beta is not None
     call = kernel_call(
         conv_qkv_kernel,
-        blocks(p, config.CHUNK) * (2 * p.HK + p.HV + gates),
+        units(p, config.UNIT_T) * (2 * p.HK + p.HV + gates),
         config,
         p.device,
         **shared(p, memory),
@@ -514,11 +529,11 @@ def launches(spec: ConvQkvSpec) -> Launches:
         HV=p.HV,
         K=p.K,
         V=p.V,
-        CHUNK=config.CHUNK,
+        UNIT_T=config.UNIT_T,
         BLOCK_T=config.BLOCK_T,
         BLOCK_D=config.BLOCK_D,
         BLOCK_H=configs.power_of_two(p.HV),
         NORMALIZE_QK=p.normalize_qk,
-        **steps(p, config),
+        **constant_steps(p, config),
     )
     return Launches(spec, memory, [call])

@@ -1,16 +1,16 @@
-"""Gated delta rule for 1 to 8 tokens a sequence, docs/kernels/decode.md.
+"""Gated delta rule for 1 to 8 tokens per sequence, docs/kernels/decode.md.
 
     S <- exp(g) S                     (D1)
     d  = beta (v - S k / |k|) / |k|   (D2)
     S <- S + d kᵀ                     (D3)
     o  = scale S q / |q|              (D4)
 
-One program owns BLOCK_V rows of one value head's state, in registers from the first token to the
-last: the state is read once and written once. q and k are not rewritten; their l2 norms go into d
-and o instead (1 without ``normalize_qk``). ``verify`` runs this kernel too: it keeps k, d and g of
-each token and leaves the state alone.
+One program owns BLOCK_V rows of one value head's state and keeps them in registers from the first
+token to the last: the state is read once and written once. q and k are not normalised in place;
+their inverse lengths go into d and o instead (1 without ``normalize_qk``). ``verify`` runs this
+kernel too: it stores k, d and g of each token and leaves the state alone.
 """
-# ruff: noqa: RUF005 (what a kernel may not say, and constants decide)
+# ruff: noqa: RUF005 (Triton has no tuple unpacking)
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ import triton.language as tl
 from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import GATES, INDICES, Binding, kernel_call
 from sluice.backends.triton.launch import Launches
-from sluice.backends.triton.tiles import (
-    NORM_EPS,
-    begin,
+from sluice.backends.triton.math import NORM_EPS, begin, exp, sigmoid, softplus
+from sluice.backends.triton.state_tile import (
+    TileShape,
     decayed,
-    exp,
     load_block,
     load_tile,
     load_vector,
     rank_one,
-    sigmoid,
-    softplus,
     square_norm,
     store_tile,
     tile_dot,
@@ -50,16 +47,15 @@ def load_qv(
     stride_q_h,
     stride_v_t,
     READERS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
+    shape: tl.constexpr,
 ):
-    """A token's v and the queries that read this state, as they lie in memory."""
+    """A token's v and the queries that read this state, in their own dtypes."""
     q = ()
     for i in tl.static_range(READERS):
-        q = q + (load_vector(q_ptr + t * stride_q_t + i * stride_q_h, on, K, C),)
-    return q, load_block(v_ptr + t * stride_v_t, offs_v, on, V, V % BLOCK_V == 0)
+        q_i = load_vector(q_ptr + t * stride_q_t + i * stride_q_h, on, shape.K, shape.PIECE_K)
+        q = q + (q_i,)
+    whole: tl.constexpr = shape.V % shape.BLOCK_V == 0
+    return q, load_block(v_ptr + t * stride_v_t, offs_v, on, shape.V, whole)
 
 
 @triton.jit
@@ -71,14 +67,14 @@ def load_gates(
     stride_g_t,
     stride_beta_t,
     K: tl.constexpr,
-    C: tl.constexpr,
+    PIECE_K: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
 ):
-    """A token's gates, as they lie in memory."""
+    """A token's gates, in their own dtypes; g = 0 and beta = 1 where not given."""
     g = tl.full((), 0.0, tl.float32)
     if g_ptr is not None:
         if DECAY_PER_KEY:
-            g = load_vector(g_ptr + t * stride_g_t, on, K, C)
+            g = load_vector(g_ptr + t * stride_g_t, on, K, PIECE_K)
         else:
             g = tl.load(g_ptr + t * stride_g_t, mask=on)
     beta = tl.full((), 1.0, tl.float32)
@@ -89,16 +85,21 @@ def load_gates(
 
 @triton.jit
 def load_rates(
-    A_log_ptr, dt_bias_ptr, head_v, K: tl.constexpr, C: tl.constexpr, DECAY_PER_KEY: tl.constexpr
+    A_log_ptr,
+    dt_bias_ptr,
+    head_v,
+    K: tl.constexpr,
+    PIECE_K: tl.constexpr,
+    DECAY_PER_KEY: tl.constexpr,
 ):
-    """A value head's A_log and dt_bias, as they lie in memory; 0 where not given."""
+    """A value head's A_log and dt_bias, in their own dtypes; 0 where not given."""
     A_log = tl.full((), 0.0, tl.float32)
     if A_log_ptr is not None:
         A_log = tl.load(A_log_ptr + head_v)
     dt_bias = tl.full((), 0.0, tl.float32)
     if dt_bias_ptr is not None:
         if DECAY_PER_KEY:
-            dt_bias = load_vector(dt_bias_ptr + head_v * K, None, K, C)
+            dt_bias = load_vector(dt_bias_ptr + head_v * K, None, K, PIECE_K)
         else:
             dt_bias = tl.load(dt_bias_ptr + head_v)
     return A_log, dt_bias
@@ -108,7 +109,7 @@ def load_rates(
 def log_decay(
     g, A_log, dt_bias, RAW: tl.constexpr, BIASED: tl.constexpr, DECAY_PER_KEY: tl.constexpr
 ):
-    """g in float32; made from the raw gate where RAW: -exp(A_log) softplus(a + dt_bias)."""
+    """g in float32. RAW: g is the raw gate a, and the result -exp(A_log) softplus(a + dt_bias)."""
     if DECAY_PER_KEY:
         y = ()
         for j in tl.static_range(len(g)):
@@ -135,28 +136,29 @@ def advance(
     NORMALIZE_QK: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
 ):
-    """(D1) to (D4) for one token in float32: the new S, d [BLOCK_V], and o for each reader."""
+    """(D1) to (D4) for one token in float32: the new S, d [BLOCK_V], and o of each reader."""
     if GATED:
         S = decayed(S, g, DECAY_PER_KEY)
-    inv_k = 1.0
+    r_k = 1.0
     if NORMALIZE_QK:
-        inv_k = tl.rsqrt(square_norm(k) + NORM_EPS)
+        r_k = tl.rsqrt(square_norm(k) + NORM_EPS)
     d = v
     if DELTA:
-        d = beta * (v - tile_dot(S, k) * inv_k)
-    d = d * inv_k
+        d = beta * (v - tile_dot(S, k) * r_k)
+    d = d * r_k
     S = rank_one(S, k, d)
     o = ()
     for i in tl.static_range(len(q)):
         q_i = widen(q[i])
-        inv_q = scale
+        r_q = scale
         if NORMALIZE_QK:
-            inv_q = scale * tl.rsqrt(square_norm(q_i) + NORM_EPS)
-        o = o + (tile_dot(S, q_i) * inv_q,)
+            r_q = scale * tl.rsqrt(square_norm(q_i) + NORM_EPS)
+        o = o + (tile_dot(S, q_i) * r_q,)
     return S, d, o
 
 
-# what changes from call to call in a serving process, or cannot make a wider load, compiles nothing
+# A serving process changes these sizes from call to call, and these strides cannot make a load
+# wider: no variant of the kernel is compiled for their values.
 _FREE = ["N", "T", "pad_slot"]
 _FREE += [f"stride_{name}_{dim}" for name in ("v", "g", "beta", "o") for dim in "bth"]
 _UNALIGNED = [*INDICES, *GATES, "v_ptr", "o_ptr"]
@@ -169,7 +171,7 @@ def decode_kernel(
     v_ptr,  # [B, T, HV, V]
     g_ptr,  # [B, T, HV] or [B, T, HV, K]; None: no decay
     beta_ptr,  # [B, T, HV]; None: no delta rule
-    A_log_ptr,  # [HV]; None: g and beta are no raw gates
+    A_log_ptr,  # [HV]; given: g and beta are raw gates
     dt_bias_ptr,  # [HV] or [HV, K]; None: 0
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     o_ptr,  # [B, T, HO, V]
@@ -210,7 +212,7 @@ def decode_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
+    PIECE_K: tl.constexpr,
     LOAD: tl.constexpr,
     STORE: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
@@ -224,6 +226,7 @@ def decode_kernel(
     GATED: tl.constexpr = g_ptr is not None
     DELTA: tl.constexpr = beta_ptr is not None
     RAW: tl.constexpr = A_log_ptr is not None
+    shape: tl.constexpr = TileShape(K, V, BLOCK_V, PIECE_K, STATE_KV)
     begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
@@ -254,26 +257,25 @@ def decode_kernel(
     if beta_ptr is not None:
         beta_ptr += batch * stride_beta_b + head_v * stride_beta_h
 
-    # Loads are to be issued together, those that do not wait for the slot first, and no arithmetic
-    # before the last of them. The compiler would rather take the state's rows one after another; k
-    # is loaded behind a barrier, and without k it has nothing to compute.
+    # Issue all loads together and before any arithmetic, first those that need no slot. Left alone,
+    # the compiler loads and uses the state row by row. So k is loaded after a barrier: without k
+    # there is nothing to compute.
     on = None if ONE_TOKEN else start < end
-    g, beta = load_gates(g_ptr, beta_ptr, start, on, stride_g_t, stride_beta_t, K, C, DECAY_PER_KEY)
-    A_log, dt_bias = load_rates(A_log_ptr, dt_bias_ptr, head_v, K, C, DECAY_PER_KEY)
+    g, beta = load_gates(
+        g_ptr, beta_ptr, start, on, stride_g_t, stride_beta_t, K, PIECE_K, DECAY_PER_KEY
+    )
+    A_log, dt_bias = load_rates(A_log_ptr, dt_bias_ptr, head_v, K, PIECE_K, DECAY_PER_KEY)
     q, v = load_qv(
-        q_ptr, v_ptr, start, on, offs_v, stride_q_t, stride_q_h, stride_v_t,
-        READERS, K, V, BLOCK_V, C,
-    )  # fmt: skip
+        q_ptr, v_ptr, start, on, offs_v, stride_q_t, stride_q_h, stride_v_t, READERS, shape
+    )
     known = live
     if has_state_ptr is not None:
         known = live & (tl.load(has_state_ptr + seq) != 0)
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
-    S = load_tile(
-        state_ptr + slot * stride_state_p, offs_v, known, K, V, BLOCK_V, C, LOAD, STATE_KV
-    )
+    S = load_tile(state_ptr + slot * stride_state_p, offs_v, known, shape, LOAD)
     tl.debug_barrier()
-    k = load_vector(k_ptr + start * stride_k_t, on, K, C)
+    k = load_vector(k_ptr + start * stride_k_t, on, K, PIECE_K)
 
     for t in range(start, start + 1 if ONE_TOKEN else end):
         g32 = log_decay(g, A_log, dt_bias, RAW, dt_bias_ptr is not None, DECAY_PER_KEY)
@@ -284,13 +286,13 @@ def decode_kernel(
         v32 = v.to(tl.float32)
         if not ONE_TOKEN:
             more = t + 1 < end
-            k = load_vector(k_ptr + (t + 1) * stride_k_t, more, K, C)
+            k = load_vector(k_ptr + (t + 1) * stride_k_t, more, K, PIECE_K)
             q_next, v = load_qv(
-                q_ptr, v_ptr, t + 1, more, offs_v, stride_q_t, stride_q_h, stride_v_t,
-                READERS, K, V, BLOCK_V, C,
+                q_ptr, v_ptr, t + 1, more, offs_v, stride_q_t, stride_q_h, stride_v_t, READERS,
+                shape,
             )  # fmt: skip
             g, beta = load_gates(
-                g_ptr, beta_ptr, t + 1, more, stride_g_t, stride_beta_t, K, C, DECAY_PER_KEY
+                g_ptr, beta_ptr, t + 1, more, stride_g_t, stride_beta_t, K, PIECE_K, DECAY_PER_KEY
             )
         S, d, o = advance(
             S, k32, q, v32, g32, beta32, scale, GATED, DELTA, NORMALIZE_QK, DECAY_PER_KEY
@@ -303,8 +305,9 @@ def decode_kernel(
             tl.store(draft_d_ptr + (token * HV + head_v) * V + offs_v, d, mask=live & (offs_v < V))
             if pid_v == 0 and live:
                 store_draft(
-                    draft_k_ptr, draft_g_ptr, k32, g32, token, head_v, HK, HV, K, C, DECAY_PER_KEY
-                )
+                    draft_k_ptr, draft_g_ptr, k32, g32, token, head_v, HK, HV, K, PIECE_K,
+                    DECAY_PER_KEY,
+                )  # fmt: skip
         if not ONE_TOKEN:
             q = q_next
 
@@ -313,10 +316,8 @@ def decode_kernel(
         if write_slots_ptr is not None:
             slot = tl.load(write_slots_ptr + seq).to(tl.int64)
             write = live & (slot > pad_slot)
-        store_tile(
-            state_ptr + slot * stride_state_p, S, offs_v, write, K, V, BLOCK_V, C, STORE, STATE_KV
-        )
-    if cu_seqlens_ptr is not None:  # tokens past the last sequence are outputs of zeros
+        store_tile(state_ptr + slot * stride_state_p, S, offs_v, write, shape, STORE)
+    if cu_seqlens_ptr is not None:  # the outputs of tokens after the last sequence are zeros
         zeros = tl.zeros([BLOCK_V], o_ptr.dtype.element_ty)
         for t in range(tl.load(cu_seqlens_ptr + N).to(tl.int64) + seq, T, N):
             for i in tl.static_range(READERS):
@@ -334,12 +335,12 @@ def store_draft(
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    C: tl.constexpr,
+    PIECE_K: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
 ):
-    """Keep a token's k and g for ``commit``; the first value head of a group keeps its k."""
+    """Store a token's k and g for ``commit``; the first value head of a key head stores its k."""
     for j in tl.static_range(len(k)):
-        offs_k = j * C + tl.arange(0, C)
+        offs_k = j * PIECE_K + tl.arange(0, PIECE_K)
         first = head_v % (HV // HK) == 0
         at = draft_k_ptr + (token * HK + head_v // (HV // HK)) * K + offs_k
         tl.store(at, k[j], mask=first & (offs_k < K))
@@ -351,7 +352,7 @@ def store_draft(
 
 
 def launches(spec: DeltaSpec) -> Launches:
-    """The kernel of ``decode``, and of ``verify``, which keeps a draft instead of the state."""
+    """The kernel of ``decode``, and of ``verify``, which writes a draft instead of the state."""
     memory, p = Binding(spec), spec
     g = memory.dense("g") if p.decay == "key" and p.g.strides[3] != 1 else memory["g"]
     tokens = 2 if p.varlen else p.T
@@ -395,7 +396,7 @@ def launches(spec: DeltaSpec) -> Launches:
         K=p.K,
         V=p.V,
         BLOCK_V=config.BLOCK_V,
-        C=config.C,
+        PIECE_K=config.PIECE_K,
         LOAD=config.LOAD,
         STORE=config.STORE,
         ONE_TOKEN=p.T == 1 and not p.varlen,
@@ -403,5 +404,5 @@ def launches(spec: DeltaSpec) -> Launches:
         DECAY_PER_KEY=p.decay == "key",
         STATE_KV=p.state_layout == "kv",
     )
-    # without sequences no program runs, and the tokens after the last one still are zeros
+    # without sequences no program runs, but outputs are still zeros
     return Launches(spec, memory, [call], zeros="out" if p.N == 0 else None)

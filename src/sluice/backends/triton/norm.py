@@ -1,11 +1,11 @@
-"""Gated RMSNorm over the last dimension: norm first, gate after.
+"""Gated RMSNorm over the last dimension: norm first, then the gate, docs/kernels/conv.md.
 
     y = weight · x / sqrt(mean x² + eps) · act(z)
 
-One program owns BLOCK_R rows. Rows are numbered over up to three leading dimensions with strides of
-their own, so views of a packed projection need no copy.
+One program owns BLOCK_R rows. Rows are numbered over up to three leading dimensions, each with its
+own stride, so views of a packed projection need no copy.
 """
-# ruff: noqa: SIM108 (what a kernel may not say, and constants decide)
+# ruff: noqa: SIM108 (constexpr branches stay if/else)
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import Binding, Pointer, kernel_call
 from sluice.backends.triton.launch import Launches
-from sluice.backends.triton.tiles import begin, sigmoid, silu
+from sluice.backends.triton.math import begin, sigmoid, silu
 from sluice.contract.spec import NormSpec
 
 
@@ -33,7 +33,7 @@ def row_offsets(rows, D1, D2, stride_0, stride_1, stride_2):
 
 @triton.jit
 def gated_norm(x, z, weight, eps, V: tl.constexpr, SIGMOID: tl.constexpr):
-    """The equation, for rows x and z [R, V] in float32 that are zero beyond V."""
+    """y for rows x and z [R, V] in float32, which are zero beyond V."""
     y = x * tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight[None, :]
     if SIGMOID:
         y = y * sigmoid(z)
@@ -81,7 +81,7 @@ def rms_norm_gated_kernel(
 
 
 def merged(sizes: list[int], steps: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Leading dimensions, and each tensor's strides, merged where all tensors allow it."""
+    """Leading dimensions and each tensor's strides, with dimensions merged where all allow it."""
     sizes, steps = list(sizes), [list(s) for s in steps]
     i = 0
     while i + 1 < len(sizes):
@@ -100,7 +100,7 @@ def merged(sizes: list[int], steps: list[list[int]]) -> tuple[list[int], list[li
 
 
 def launches(spec: NormSpec) -> Launches:
-    """The kernel of ``rms_norm_gated``, once for each index of dimensions beyond three."""
+    """The kernel of ``rms_norm_gated``, one launch per index of the dimensions beyond three."""
     memory, p = Binding(spec), spec
     names = ("x", "z", "out")
     metas = [getattr(p, name) for name in names]

@@ -1,8 +1,8 @@
 """Chunked prefill: plan, workspace, and the launches of prefill_chunks.py and prefill_state.py.
 
-Workspace, for v of size 1 (16-bit inputs, V = 128): Ag 0.5 and P 0.5 per output head, decays,
-factors and inverse lengths 0.06 to 0.1, and where sequences are split 131 kB a segment and value
-head.
+The workspace, with the size of v as the unit (16-bit inputs, V = 128): Ag 0.5; QKg 0.5 per output
+head; decays, factors and inverse lengths 0.06 to 0.1; and, if sequences are split, 131 kB per
+segment and value head.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from sluice.backends.triton import configs, gpu
 from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, kernel_call
+from sluice.backends.triton.chunk_length import CHUNK
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.prefill_chunks import (
@@ -27,29 +28,29 @@ from sluice.backends.triton.prefill_state import (
 )
 from sluice.contract.spec import DeltaSpec
 
-CHUNK = 64
-WHOLE = 1 << 30  # tokens: a segment that no sequence outgrows
+WHOLE = 1 << 30  # tokens: a segment longer than any sequence
 JOIN_BLOCK_V = 16
-STAGES = 3 if torch.version.hip is None else 1  # tiles ahead: 64 kB is all an AMD GPU has
-EXACT = "tf32x3" if torch.version.hip is None else "ieee"  # as good as float32 products
+STAGES = 3 if torch.version.hip is None else 1  # an AMD GPU has only 64 kB of shared memory
+EXACT = "tf32x3" if torch.version.hip is None else "ieee"  # as precise as float32 products
 
 
 PRODUCTS, INVERSE = Config(num_warps=4, maxnreg=96), Config(num_warps=1)
-"""Five programs of the products an SM, not three, are worth the 8 bytes that are spilled (16-bit
-inputs, K = 128, Hopper); the inverse is quickest with the registers it asks for."""
+"""With 96 registers per thread an SM holds five programs of the products instead of three, which is
+worth the 8 bytes they spill (16-bit inputs, K = 128, Hopper). The inverse is fastest without a
+limit."""
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216, 1536) for i in range(16))
-"""Tokens of a segment: what a plan may choose."""
+"""The lengths of a segment, in tokens, that a plan may choose."""
 STATE_TOKENS, ROOM = 512, 0.38
-"""A segment's state and transition take as much memory as the values of so many tokens; all of them
-together may take this part of v, so that the workspace stays below 1.5 times v."""
+"""A segment's state and transition take as much memory as the values of STATE_TOKENS tokens. All
+segments together may take ROOM times the memory of v, so that the workspace stays below 1.5 v."""
 NARROW_US, WIDE_US = (2.7, 1.9), (3.0, 2.1)
 JOIN_US, LAUNCH_US = 2.0, 4.0
-"""The plan's model, for an H200: microseconds of a chunk, and of a chunk of a segment's effect, by
-width; of one join; and of a launch more."""
+"""The plan's model, for an H200, in microseconds: per width, a chunk, and a chunk of the segment
+kernel; one join; one more launch."""
 
 
 class Plan(NamedTuple):
-    """How a call is cut: tokens a segment (0: sequences stay whole), value columns a program."""
+    """How a call is cut: tokens per segment (0: no split), value columns per program."""
 
     segment: int
     BLOCK_V: int
@@ -58,10 +59,10 @@ class Plan(NamedTuple):
 
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
-    """The cheapest cut by a model of rounds over the SMs; shapes alone decide.
+    """The cheapest cut, by a model of rounds over the SMs. It depends on shapes alone.
 
-    With ``batch_invariant`` nothing is split and the width is fixed, so that a row's bits follow
-    from its own tokens.
+    With ``batch_invariant`` nothing is split and the width is fixed, so a row's bits depend on its
+    own tokens alone.
     """
     if p.dtype == torch.float32:
         return Plan(0, 16, 4, 1)
@@ -85,7 +86,7 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
 
 
 def all_plans(p: DeltaSpec) -> list[Plan]:
-    """A plan for each of the kernels that a problem like this needs, whatever its size."""
+    """One plan per kernel variant that calls like this one need, at any size."""
     if p.dtype == torch.float32 or p.K > 128:
         return [best_plan(p, 1)]
     widths = dict.fromkeys(_widths(p))
@@ -93,10 +94,10 @@ def all_plans(p: DeltaSpec) -> list[Plan]:
 
 
 def _widths(p: DeltaSpec) -> tuple[Plan, Plan]:
-    """As little as is quick, and as much as a program can hold.
+    """The narrowest plan that is fast, and the widest that a program can hold.
 
-    Hopper's tensor cores want 64 rows, and two groups of four warps share what is done with them;
-    others are better served with half of that.
+    Hopper's tensor cores take 64 rows, and two groups of four warps share them. Other GPUs are
+    faster with half of that.
     """
     rows = 64 if gpu.has_wgmma(p.device) else 32
     columns = max(16, configs.power_of_two(p.V))
@@ -109,7 +110,7 @@ def _widths(p: DeltaSpec) -> tuple[Plan, Plan]:
 def _cost(
     p: DeltaSpec, plan: Plan, us: tuple[float, float], longest: int, processors: int
 ) -> float:
-    """Microseconds of the serial half."""
+    """The time of the serial half, in microseconds."""
     whole, effect = us
     states, columns = max(p.N, 1) * p.HV, configs.blocks(p.V, plan.BLOCK_V)
     if not plan.segment:
@@ -122,7 +123,7 @@ def _cost(
 
 
 def _stages(p: DeltaSpec) -> int:
-    """STAGES; fewer with some 100 kB of shared memory instead of 160 or more, or more queries."""
+    """STAGES, or fewer: with less than 160 kB of shared memory, or several readers per state."""
     fewer = (gpu.shared_memory(p.device) < 160 << 10) + p.HO // p.HV - 1
     return max(1, STAGES - fewer)
 
@@ -135,7 +136,7 @@ def launches(spec: DeltaSpec) -> Launches:
 
 
 def all_launches(spec: DeltaSpec) -> list[Launches]:
-    """The kernels of every plan that calls like this one have at other sizes."""
+    """The kernels of every plan that calls like this one need, at any size."""
     if spec.decay == "key":
         return [per_key_launches(spec)]
     return [planned_launches(spec, plan) for plan in all_plans(spec)]
@@ -180,7 +181,7 @@ def per_key_launches(spec: DeltaSpec) -> Launches:
         V=p.V,
         BLOCK_K=max(16, configs.power_of_two(p.K)),
         BLOCK_V=block,
-        NORM=p.normalize_qk,
+        NORMALIZE_QK=p.normalize_qk,
     )
     return Launches(spec, memory, [call])
 
@@ -208,22 +209,22 @@ def checkpoints(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
 
 
 class Parts(NamedTuple):
-    """What the parallel half leaves for the serial one: workspace over B * T tokens."""
+    """The results of the parallel half: workspace over B * T tokens."""
 
-    a: Pointer | None  # [.., HV, C]: Ag; None without beta
-    b: Pointer | None  # [HV, ..] float32: beta; None without
+    ag: Pointer | None  # [.., HV, C]: Ag; None without beta
+    beta32: Pointer | None  # [HV, ..] float32: beta; None without
     hard: Pointer | None  # [HV, chunks] int32; None without beta, and with float32 inputs
-    p: Pointer  # [.., HO, C]: scale P, over lift; float16, or float32 as the inputs
-    lift: Pointer | None  # [HO, ..] float32, by chunk: powers of two; None with float32 inputs
-    forget: Pointer | None  # [HV, ..] float32; None without g and norm
-    keep: Pointer | None  # [HV, ..] float32
-    read: Pointer | None  # [HO, ..] float32; None without norm
+    qkg: Pointer  # [.., HO, C]: scale QKg / qkg_down; float16, or float32 as the inputs
+    qkg_down: Pointer | None  # [HO, ..] float32: a power of two per chunk; None if float32 inputs
+    decay_in: Pointer | None  # [HV, ..] float32; None without g and norm
+    decay_out: Pointer | None  # [HV, ..] float32
+    decay_q: Pointer | None  # [HO, ..] float32; None without norm
     g2: Pointer | None  # [HV, ..] float32; None without g
     r_k: Pointer | None  # [.., HK] float32; None without norm
 
 
 def workspace(p: DeltaSpec, memory: Binding) -> Parts:
-    """Lay out what the parallel half writes."""
+    """Lay out the workspace."""
     tokens, exact = p.B * p.T, p.dtype == torch.float32
     gates = p.g is not None
     factors = gates or p.normalize_qk
@@ -232,14 +233,14 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
         return memory.scratch(name, *shape, dtype=dtype) if wanted else None
 
     return Parts(
-        a=part(p.delta, "ws.a", tokens, p.HV, CHUNK, dtype=p.dtype),
-        b=part(p.delta, "ws.b", p.HV, tokens),
+        ag=part(p.delta, "ws.ag", tokens, p.HV, CHUNK, dtype=p.dtype),
+        beta32=part(p.delta, "ws.beta32", p.HV, tokens),
         hard=part(p.delta and not exact, "ws.hard", p.HV, tokens // CHUNK + p.N, dtype=torch.int32),
-        p=part(True, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16),
-        lift=part(not exact, "ws.lift", p.HO, tokens),
-        forget=part(factors, "ws.forget", p.HV, tokens),
-        keep=part(factors, "ws.keep", p.HV, tokens),
-        read=part(p.normalize_qk, "ws.read", p.HO, tokens),
+        qkg=part(True, "ws.qkg", tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16),
+        qkg_down=part(not exact, "ws.qkg_down", p.HO, tokens),
+        decay_in=part(factors, "ws.decay_in", p.HV, tokens),
+        decay_out=part(factors, "ws.decay_out", p.HV, tokens),
+        decay_q=part(p.normalize_qk, "ws.decay_q", p.HO, tokens),
         g2=part(gates, "ws.g2", p.HV, tokens),
         r_k=part(p.normalize_qk, "ws.r_k", tokens, p.HK),
     )
@@ -267,11 +268,11 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
-        p_ptr=parts.p,
-        lift_ptr=parts.lift,
-        forget_ptr=parts.forget,
-        keep_ptr=parts.keep,
-        read_ptr=parts.read,
+        qkg_ptr=parts.qkg,
+        qkg_down_ptr=parts.qkg_down,
+        decay_in_ptr=parts.decay_in,
+        decay_out_ptr=parts.decay_out,
+        decay_q_ptr=parts.decay_q,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         o_ptr=memory["out"],
@@ -290,7 +291,7 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         BLOCK_K=BLOCK_K,
         PRECISION=precision,
     )
-    if parts.a is None:
+    if parts.ag is None:
         return [products]
     inverse = kernel_call(
         prefill_inverse_kernel,
@@ -301,8 +302,8 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         beta_ptr=memory["beta"],
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
-        a_ptr=parts.a,
-        b_ptr=parts.b,
+        ag_ptr=parts.ag,
+        beta32_ptr=parts.beta32,
         hard_ptr=parts.hard,
         beta_scale=p.beta_scale,
         **sizes,
@@ -329,11 +330,11 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     common = {
         "k_ptr": memory["k"],
         "v_ptr": memory["v"],
-        "a_ptr": parts.a,
-        "b_ptr": parts.b,
+        "ag_ptr": parts.ag,
+        "beta32_ptr": parts.beta32,
         "hard_ptr": parts.hard,
-        "forget_ptr": parts.forget,
-        "keep_ptr": parts.keep,
+        "decay_in_ptr": parts.decay_in,
+        "decay_out_ptr": parts.decay_out,
         "g2_ptr": parts.g2,
         "cu_seqlens_ptr": memory.dense("cu_seqlens"),
         "N": p.N,
@@ -355,9 +356,9 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     # Each serial kernel is launched twice: HARD=False skips programs with a hard chunk, HARD=True
     # runs the rest.
     kinds = (False,) if parts.hard is None else (False, True)
-    joined = None
+    segments = None
     if plan.segment and plan.segment < p.T:
-        joined = segment_states(p, memory, units)
+        segments = segment_states(p, memory, units)
         effects = units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V))
         calls += [
             kernel_call(
@@ -366,12 +367,12 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
                 config,
                 p.device,
                 **common,
-                joined_ptr=joined,
+                segments_ptr=segments,
                 HARD=hard,
             )
             for hard in kinds
         ]
-        calls.append(join_call(p, memory, joined, segment))
+        calls.append(join_call(p, memory, segments, segment))
     calls += [
         kernel_call(
             prefill_state_kernel,
@@ -380,11 +381,11 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
             p.device,
             **common,
             q_ptr=memory["q"],
-            p_ptr=parts.p,
-            lift_ptr=parts.lift,
-            read_ptr=parts.read,
+            qkg_ptr=parts.qkg,
+            qkg_down_ptr=parts.qkg_down,
+            decay_q_ptr=parts.decay_q,
             r_k_ptr=parts.r_k,
-            joined_ptr=joined,
+            segments_ptr=segments,
             o_ptr=memory["out"],
             **pool(p, memory),
             write_slots_ptr=memory.dense("write_slots"),
@@ -401,18 +402,18 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
 
 
 def segment_states(p: DeltaSpec, memory: Binding, units: int) -> Pointer:
-    """Workspace for what each segment does to any state, then for the states they start from."""
-    return memory.scratch("ws.joined", units, p.HV, p.K, p.V + p.K)
+    """Workspace for each segment's S_zero and transition, and then for the state after it."""
+    return memory.scratch("ws.segments", units, p.HV, p.K, p.V + p.K)
 
 
-def join_call(p: DeltaSpec, memory: Binding, joined: Pointer, segment: int) -> KernelCall:
-    """From what each segment does to any state, the states that segments start from."""
+def join_call(p: DeltaSpec, memory: Binding, segments: Pointer, segment: int) -> KernelCall:
+    """The kernel that computes the states from which segments start."""
     return kernel_call(
         prefill_join_kernel,
         p.N * p.HV * configs.blocks(p.V, JOIN_BLOCK_V),
         Config(num_warps=8),
         p.device,
-        joined_ptr=joined,
+        segments_ptr=segments,
         **pool(p, memory),
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
         N=p.N,
@@ -429,7 +430,7 @@ def join_call(p: DeltaSpec, memory: Binding, joined: Pointer, segment: int) -> K
 
 
 def units_of(p: DeltaSpec, size: int, *, tail: bool) -> int:
-    """Work units of ``size`` tokens, as ``find_sequence`` counts them; at least one a sequence."""
+    """Work units of ``size`` tokens (work_units.py): at least one per sequence."""
     if not p.varlen:
         return p.N * max(configs.blocks(p.T, size), 1)
     return p.T // size + p.N + (1 if tail else 0)

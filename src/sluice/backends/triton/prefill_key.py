@@ -1,29 +1,33 @@
-"""Prefill with decay per key: one program walks a sequence in chunks of 16 tokens.
+"""Prefill with decay per key: one program computes a sequence in chunks of 16 tokens.
 
-With a decay for each key dimension the gates do not come out of K Kᵀ (docs/kernels/chunked.md,
-section 7). In a chunk of 16 tokens, γ the cumulative log decay [16, K]:
+With one decay per key dimension, the gates cannot be moved out of K Kᵀ (docs/kernels/chunked.md,
+section 7). In a chunk of 16 tokens, with γ the cumulative log decay [16, K]:
 
-    P_ij = Σ_c k_ic k_jc e^(γ_ic - γ_jc)  i > j       R_ij = Σ_c q_ic k_jc e^(γ_ic - γ_jc)  i >= j
-    D  = (I + diag(beta) P)⁻¹ diag(beta) (V - (e^γ ∘ K) S)
-    O  = scale ((e^γ ∘ Q) S + R D)
+    KKg_ij = Σ_c k_ic k_jc e^(γ_ic - γ_jc)  i > j                            (K20)
+    QKg_ij = Σ_c q_ic k_jc e^(γ_ic - γ_jc)  i >= j
+    D  = (I + diag(beta) KKg)⁻¹ diag(beta) (V - (e^γ ∘ K) S)                 (K21)
+    O  = scale ((e^γ ∘ Q) S + QKg D)
     S <- diag(e^γ_C) S + (e^(γ_C - γ) ∘ K)ᵀ D
 
-P and R are summed directly, each difference of γ masked before its exponential: nothing overflows,
-however strong the gates. Arithmetic is float32, products in three passes of tf32. A program owns
-BLOCK_V value columns of one value head of one sequence and makes P and R for itself.
+KKg and QKg are summed directly, and each difference of γ is masked before its exponential, so
+nothing overflows, however strong the gates. Arithmetic is float32, with products in three passes of
+tf32. A program owns BLOCK_V value columns of one value head of one sequence, and computes KKg and
+QKg for itself.
 """
 
-# ruff: noqa: RET505 (what a kernel may not say, and constants decide)
+# ruff: noqa: RET505 (constexpr branches stay if/else)
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from sluice.backends.triton.arguments import INDICES
-from sluice.backends.triton.prefill_chunks import LOG2_E, inverse_lengths, unit_span, zero_tail
+from sluice.backends.triton.math import LOG2_E, begin, softplus
+from sluice.backends.triton.prefill_chunks import inverse_lengths, zero_tail
 from sluice.backends.triton.prefill_state import state_offsets
-from sluice.backends.triton.tiles import begin, is_cuda, softplus
+from sluice.backends.triton.work_units import unit_span
 
 
 @triton.jit
@@ -37,17 +41,17 @@ def exact_dot(x, y, acc):
 
 @triton.jit
 def load_rows(ptr, offs_t, end, stride_t, offs, END: tl.constexpr):
-    """Token rows in float32, zeros at or behind ``end``."""
+    """Token rows in float32, zeros from ``end`` on."""
     mask = (offs_t < end)[:, None] & (offs < END)[None, :]
     at = ptr + offs_t[:, None] * stride_t + offs[None, :]
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def decayed_products(x, y, k, gamma):
-    """Σ_c x_ic k_jc 2^(γ_ic - γ_jc) [16, 16] for i >= j, and the same of y where it is given.
+def decayed_products(x, y, k, g2):
+    """Σ_c x_ic k_jc 2^(g2_ic - g2_jc) [16, 16] for i >= j, and the same of y unless it is None.
 
-    Above the diagonal it means nothing.
+    Elements above the diagonal are meaningless.
     """
     index = tl.arange(0, 16)
     out_x = tl.zeros([16, 16], tl.float32)
@@ -55,8 +59,8 @@ def decayed_products(x, y, k, gamma):
     for j in range(16):
         own = (index == j)[:, None]
         k_j = tl.sum(tl.where(own, k, 0.0), axis=0)
-        gamma_j = tl.sum(tl.where(own, gamma, 0.0), axis=0)
-        k_j = tl.exp2(tl.minimum(gamma - gamma_j[None, :], 0.0)) * k_j[None, :]
+        g2_j = tl.sum(tl.where(own, g2, 0.0), axis=0)
+        k_j = tl.exp2(tl.minimum(g2 - g2_j[None, :], 0.0)) * k_j[None, :]
         here = (index == j)[None, :]
         out_x = tl.where(here, tl.sum(x * k_j, axis=1)[:, None], out_x)
         if y is not None:
@@ -66,25 +70,26 @@ def decayed_products(x, y, k, gamma):
 
 @triton.jit
 def load_queries(
-    q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K: tl.constexpr, NORM: tl.constexpr
-):
-    """A chunk of queries in float32, normalised with NORM."""
+    q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k,
+    K: tl.constexpr, NORMALIZE_QK: tl.constexpr,
+):  # fmt: skip
+    """A chunk of queries in float32, normalised if NORMALIZE_QK."""
     q = load_rows(q_ptr + head_q * stride_q_h, offs_t, end, stride_q_t, offs_k, K)
-    if NORM:
+    if NORMALIZE_QK:
         q = q * inverse_lengths(q)[:, None]
     return q
 
 
 @triton.jit
-def invert(M):
-    """(I + M)⁻¹ of a strictly lower M [16, 16], by forward substitution."""
+def invert(l):
+    """(I + l)⁻¹ of a strictly lower l [16, 16], by forward substitution (K25)."""
     index = tl.arange(0, 16)
-    X = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+    inverse = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
     for i in range(1, 16):
-        m = tl.sum(tl.where((index == i)[:, None], M, 0.0), axis=0)
-        row = tl.sum(m[:, None] * X, axis=0)
-        X = tl.where((index == i)[:, None], X - row[None, :], X)
-    return X
+        l_i = tl.sum(tl.where((index == i)[:, None], l, 0.0), axis=0)
+        row = tl.sum(l_i[:, None] * inverse, axis=0)
+        inverse = tl.where((index == i)[:, None], inverse - row[None, :], inverse)
+    return inverse
 
 
 @triton.jit(
@@ -97,7 +102,7 @@ def prefill_key_kernel(
     v_ptr,  # [B, T, HV, V]
     g_ptr,  # [B, T, HV, K]
     beta_ptr,  # [B, T, HV]; None without beta
-    A_log_ptr,  # [HV]; None: g and beta are no raw gates
+    A_log_ptr,  # [HV]; given: g and beta are raw gates
     dt_bias_ptr,  # [HV, K]; None: 0
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     o_ptr,  # [B, T, HO, V]
@@ -106,7 +111,7 @@ def prefill_key_kernel(
     has_state_ptr,  # [N]
     cu_seqlens_ptr,  # [N + 1]
     checkpoint_slots_ptr,  # [N, M]; None: no checkpoints
-    checkpoint_positions_ptr,  # [N, M]; None: every ``every`` tokens
+    checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
     scale,
     beta_scale,
     N,
@@ -141,7 +146,7 @@ def prefill_key_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    NORM: tl.constexpr,
+    NORMALIZE_QK: tl.constexpr,
     STATE_KV: tl.constexpr,
 ):
     C: tl.constexpr = 16
@@ -156,7 +161,7 @@ def prefill_key_kernel(
     head_k = head_v // (HV // HK)
     seq, batch, start, _segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     o_ptr += batch * stride_o_b
-    if seq >= N:  # tokens behind the last sequence
+    if seq >= N:  # tokens after the last sequence
         if pid_v == 0:
             for t in range(start, end, 64):
                 zero_tail(o_ptr, t, end, head_v, stride_o_t, stride_o_h, READERS, V)
@@ -207,7 +212,7 @@ def prefill_key_kernel(
         offs_t = t + offs_c
         rows = offs_t < end
         k = load_rows(k_ptr, offs_t, end, stride_k_t, offs_k, K)
-        if NORM:
+        if NORMALIZE_QK:
             k = k * inverse_lengths(k)[:, None]
         g = load_rows(g_ptr, offs_t, end, stride_g_t, offs_k, K)
         if A_log_ptr is not None:
@@ -216,31 +221,33 @@ def prefill_key_kernel(
                 g += bias.to(tl.float32)[None, :]
             g = -tl.exp(tl.load(A_log_ptr + head_v).to(tl.float32)) * softplus(g)
         g = tl.where(rows[:, None] & (offs_k < K)[None, :], g * LOG2_E, 0.0)
-        gamma = tl.cumsum(g, axis=0)
+        g2 = tl.cumsum(g, axis=0)
         d = load_rows(v_ptr, offs_t, end, stride_v_t, offs_v, V)
         head_q = head_v * READERS * HQ // HO
-        q = load_queries(q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORM)
+        q = load_queries(
+            q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORMALIZE_QK
+        )
         if beta_ptr is not None:
             beta = tl.load(beta_ptr + offs_t * stride_beta_t, mask=rows, other=0.0).to(tl.float32)
             if A_log_ptr is not None:
                 beta = tl.where(rows, tl.sigmoid(beta) * beta_scale, 0.0)
-            L, R = decayed_products(k, q, k, gamma)
-            X = invert(tl.where(offs_c[:, None] > offs_c[None, :], L * beta[:, None], 0.0))
-            d = exact_dot(-k * tl.exp2(gamma), S, d)
-            d = exact_dot(X, d * beta[:, None], none)
+            kkg, qkg = decayed_products(k, q, k, g2)
+            inverse = invert(tl.where(offs_c[:, None] > offs_c[None, :], kkg * beta[:, None], 0.0))
+            d = exact_dot(-k * tl.exp2(g2), S, d)
+            d = exact_dot(inverse, d * beta[:, None], none)
         else:
-            R = decayed_products(q, None, k, gamma)[0]
+            qkg = decayed_products(q, None, k, g2)[0]
         for reader in tl.static_range(READERS):
             head_o = head_v * READERS + reader
             if reader > 0:
                 head_q = head_o * HQ // HO
                 q = load_queries(
-                    q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORM
+                    q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORMALIZE_QK
                 )
-                R = decayed_products(q, None, k, gamma)[0]
-            R = tl.where(offs_c[:, None] >= offs_c[None, :], R, 0.0)
-            o = exact_dot(q * tl.exp2(gamma), S, none)
-            o = exact_dot(R, d, o) * scale
+                qkg = decayed_products(q, None, k, g2)[0]
+            qkg = tl.where(offs_c[:, None] >= offs_c[None, :], qkg, 0.0)
+            o = exact_dot(q * tl.exp2(g2), S, none)
+            o = exact_dot(qkg, d, o) * scale
             at = o_ptr + offs_t[:, None] * stride_o_t + head_o * stride_o_h + offs_v[None, :]
             mask = rows[:, None] & (offs_v < V)[None, :]
             tl.store(at, o.to(o_ptr.dtype.element_ty), mask=mask)
@@ -253,16 +260,16 @@ def prefill_key_kernel(
                 if (n > 0) & (n <= C) & (t + n <= end):
                     kept = tl.load(checkpoint_slots_ptr + seq * M + j).to(tl.int64)
                     before = (offs_c < n)[:, None]
-                    last = tl.sum(tl.where(before, g, 0.0), axis=0)
-                    to_n = tl.exp2(tl.minimum(last[None, :] - gamma, 0.0))
-                    keys = tl.trans(tl.where(before, k * to_n, 0.0))
-                    S_n = exact_dot(keys, d, S * tl.exp2(last)[:, None])
+                    g2_n = tl.sum(tl.where(before, g, 0.0), axis=0)
+                    decay_n = tl.exp2(tl.minimum(g2_n[None, :] - g2, 0.0))
+                    keys = tl.trans(tl.where(before, k * decay_n, 0.0))
+                    S_n = exact_dot(keys, d, S * tl.exp2(g2_n)[:, None])
                     saved = state_ptr + kept * stride_state_p + in_pool
                     rounded = S_n.to(state_ptr.dtype.element_ty)
                     tl.store(saved, rounded, mask=tile & (kept > pad_slot))
-        last = tl.sum(g, axis=0)
-        to_end = tl.exp2(last[None, :] - gamma)
-        S = exact_dot(tl.trans(k * to_end), d, S * tl.exp2(last)[:, None])
+        g2_last = tl.sum(g, axis=0)
+        decay_out = tl.exp2(g2_last[None, :] - g2)
+        S = exact_dot(tl.trans(k * decay_out), d, S * tl.exp2(g2_last)[:, None])
 
     write = live
     if write_slots_ptr is not None:

@@ -1,11 +1,11 @@
-"""The serial half of chunked prefill: who owns which part of it, and where states come from.
+"""The serial half of chunked prefill: which program owns what, and where states come from.
 
 One program owns BLOCK_V value columns of one value head over one segment of ``segment_size``
-tokens, and walks through its chunks (prefill_walk.py). A sequence of one segment is done in one
-pass. A longer one is split over the SMs: a first pass runs all segments but the last from zero, and
-once more with V = 0 from the identity, which gives the segment's exact transition:
-S_out = M S_in + S_zero. A second kernel joins the segments, and the last pass starts each from its
-own state.
+tokens, and loops over its chunks (prefill_chunk_loop.py). A sequence of one segment takes one pass.
+A longer one is split over the SMs (K16). The first kernel runs all segments but the last from zero,
+and once more from the identity with V = 0, which gives the exact transition of the segment:
+S_out = M S_in + S_zero. The second kernel joins the segments. The last one starts each segment from
+its own state.
 """
 
 from __future__ import annotations
@@ -14,14 +14,26 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.arguments import INDICES
-from sluice.backends.triton.prefill_chunks import unit_span
-from sluice.backends.triton.prefill_walk import any_hard, load_marks, run_of, walk, walk_through
-from sluice.backends.triton.tiles import begin
+from sluice.backends.triton.math import begin
+from sluice.backends.triton.prefill_chunk_loop import (
+    QKVO,
+    Checkpoints,
+    Place,
+    Sizes,
+    Workspace,
+    any_hard,
+    chunk_loop,
+    load_marks,
+    run_of,
+    segment_loop,
+)
+from sluice.backends.triton.prefill_chunks import C
+from sluice.backends.triton.work_units import unit_span
 
 
 @triton.jit
 def state_offsets(offs_k, offs_v, K: tl.constexpr, V: tl.constexpr, STATE_KV: tl.constexpr):
-    """Where element (k, v) of a head's state lies in the pool."""
+    """Offsets of elements (k, v) in a head's state."""
     if STATE_KV:
         return offs_k[:, None] * V + offs_v[None, :]
     return offs_k[:, None] + offs_v[None, :] * K
@@ -35,18 +47,18 @@ def prefill_state_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
-    a_ptr,  # [B * T, HV, C]; None without beta
-    b_ptr,  # [HV, B * T] float32: beta; None without
+    ag_ptr,  # [B * T, HV, C]; None without beta
+    beta32_ptr,  # [HV, B * T] float32: beta; None without
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: none is
-    p_ptr,  # [B * T, HO, C]: scale P, over lift
-    lift_ptr,  # [HO, B * T] float32, at the first token of a chunk; None: ones
-    forget_ptr,  # [HV, B * T] float32: what W takes of K S; None: ones
-    keep_ptr,  # [HV, B * T] float32: what the state gets of Vd; None: ones
-    read_ptr,  # [HO, B * T] float32: what O takes of Q S; None: scale times ``forget``
+    qkg_ptr,  # [B * T, HO, C]: scale QKg / qkg_down
+    qkg_down_ptr,  # [HO, B * T] float32, at a chunk's first token; None: ones
+    decay_in_ptr,  # [HV, B * T] float32: factors of K S in W; None: ones
+    decay_out_ptr,  # [HV, B * T] float32: factors of D on its way into the state; None: ones
+    decay_q_ptr,  # [HO, B * T] float32: factors of Q S in O; None: scale times decay_in
     g2_ptr,  # [HV, B * T] float32; None without g
     r_k_ptr,  # [B * T, HK] float32, for checkpoints; None without norm
-    joined_ptr,  # [segments, HV, K, V + K] float32: states behind segments, and in a sequence's
-    #              last one the state before the first; None: one segment
+    segments_ptr,  # [segments, HV, K, V + K] float32: the state after each segment; in place of a
+    #                sequence's last one the state before its first. None: no sequence is split
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     o_ptr,  # [B, T, HO, V]
     slots_ptr,  # [N]
@@ -54,7 +66,7 @@ def prefill_state_kernel(
     has_state_ptr,  # [N]
     cu_seqlens_ptr,  # [N + 1]
     checkpoint_slots_ptr,  # [N, M]; None: no checkpoints
-    checkpoint_positions_ptr,  # [N, M]; None: every ``every`` tokens
+    checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
     scale,
     N,
     T,
@@ -88,10 +100,10 @@ def prefill_state_kernel(
     STATE_KV: tl.constexpr,
     HARD: tl.constexpr,
 ):
-    C: tl.constexpr = 64
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     HO: tl.constexpr = HQ if HQ > HV else HV
     READERS: tl.constexpr = HO // HV
+    sizes: tl.constexpr = Sizes(HQ, HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION)
     begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
@@ -138,15 +150,15 @@ def prefill_state_kernel(
     if has_state_ptr is not None:
         known = tl.load(has_state_ptr + seq) != 0
     own = state_ptr + slot * stride_state_p + in_pool
-    if joined_ptr is None:
+    if segments_ptr is None:
         S = tl.load(own, mask=tile & known, other=0.0).to(tl.float32)
     else:
-        # not from the pool: the program that ends the sequence writes it while others still begin
+        # A split sequence does not read the pool here: another program may have written it already.
         split = end - start > segment_size
         before = tl.where(segment > 0, unit - 1, unit + (end - start - 1) // segment_size)
-        joined_ptr += (before * HV + head_v) * (K * (V + K))
-        joined = offs_v[:, None] + offs_k[None, :] * (V + K)
-        S = tl.load(joined_ptr + joined, mask=tile & split, other=0.0)
+        segments_ptr += (before * HV + head_v) * (K * (V + K))
+        in_segment = offs_v[:, None] + offs_k[None, :] * (V + K)
+        S = tl.load(segments_ptr + in_segment, mask=tile & split, other=0.0)
         S += tl.load(own, mask=tile & known & (split == 0), other=0.0).to(tl.float32)
     if checkpoint_positions_ptr is not None and segment == 0:
         for j in range(M):
@@ -155,6 +167,19 @@ def prefill_state_kernel(
                 saved = state_ptr + kept * stride_state_p + in_pool
                 tl.store(saved, S.to(state_ptr.dtype.element_ty), mask=tile & (kept > pad_slot))
 
+    qkvo = QKVO(
+        q_ptr, k_ptr, v_ptr, o_ptr,
+        stride_q_t, stride_q_h, stride_k_t, stride_v_t, stride_o_t, stride_o_h,
+    )  # fmt: skip
+    workspace = Workspace(
+        ag_ptr, beta32_ptr, qkg_ptr, qkg_down_ptr, decay_in_ptr, decay_out_ptr, decay_q_ptr, g2_ptr,
+        r_k_ptr, tokens,
+    )  # fmt: skip
+    checkpoints = Checkpoints(
+        checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, state_ptr, stride_state_p,
+        in_pool, tile, pad_slot,
+    )  # fmt: skip
+    place = Place(seq, batch, start, end, head_v, T)
     if HARD:
         t = first
         while t < stop:
@@ -163,33 +188,18 @@ def prefill_state_kernel(
             until = tl.minimum(t + easy * C, stop)
             if easy == 0:
                 until = tl.minimum(t + run_of(marks, 1) * C, stop)
-                S = walk(
-                    S, t, until, True, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, p_ptr, lift_ptr,
-                    forget_ptr, keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr,
-                    checkpoint_slots_ptr, checkpoint_positions_ptr, in_pool, tile, scale, seq,
-                    batch, start, end, head_v, pid_v, T, tokens, M, every, pad_slot, stride_q_t,
-                    stride_q_h, stride_k_t, stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ,
-                    HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
-                )  # fmt: skip
+                S = chunk_loop(
+                    S, t, until, qkvo, workspace, checkpoints, place, offs_v, scale, sizes, True
+                )
             else:
-                S = walk(
-                    S, t, until, False, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, p_ptr, lift_ptr,
-                    forget_ptr, keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr,
-                    checkpoint_slots_ptr, checkpoint_positions_ptr, in_pool, tile, scale, seq,
-                    batch, start, end, head_v, pid_v, T, tokens, M, every, pad_slot, stride_q_t,
-                    stride_q_h, stride_k_t, stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ,
-                    HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
-                )  # fmt: skip
+                S = chunk_loop(
+                    S, t, until, qkvo, workspace, checkpoints, place, offs_v, scale, sizes, False
+                )
             t = until
     else:
-        S = walk(
-            S, first, stop, False, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, p_ptr, lift_ptr, forget_ptr,
-            keep_ptr, read_ptr, g2_ptr, r_k_ptr, state_ptr, o_ptr, checkpoint_slots_ptr,
-            checkpoint_positions_ptr, in_pool, tile, scale, seq, batch, start, end, head_v,
-            pid_v, T, tokens, M, every, pad_slot, stride_q_t, stride_q_h, stride_k_t,
-            stride_v_t, stride_o_t, stride_o_h, stride_state_p, HQ, HK, HV, K, V, BLOCK_K,
-            BLOCK_V, STAGES, PRECISION,
-        )  # fmt: skip
+        S = chunk_loop(
+            S, first, stop, qkvo, workspace, checkpoints, place, offs_v, scale, sizes, False
+        )
 
     if stop == end:
         write = live
@@ -206,13 +216,13 @@ def prefill_state_kernel(
 def prefill_segments_kernel(
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
-    a_ptr,  # [B * T, HV, C]; None without beta
-    b_ptr,  # [HV, B * T] float32: beta; None without
+    ag_ptr,  # [B * T, HV, C]; None without beta
+    beta32_ptr,  # [HV, B * T] float32: beta; None without
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: none is
-    forget_ptr,  # [HV, B * T] float32; None: ones
-    keep_ptr,  # [HV, B * T] float32; None: ones
+    decay_in_ptr,  # [HV, B * T] float32; None: ones
+    decay_out_ptr,  # [HV, B * T] float32; None: ones
     g2_ptr,  # [HV, B * T] float32; None without g
-    joined_ptr,  # [segments, HV, K, V + K] float32, written: S_zero | M
+    segments_ptr,  # [segments, HV, K, V + K] float32, written: S_zero | M
     cu_seqlens_ptr,  # [N + 1]
     N,
     T,
@@ -234,10 +244,10 @@ def prefill_segments_kernel(
     PRECISION: tl.constexpr,
     HARD: tl.constexpr,
 ):
-    """What each segment but the last of its sequence does to any state: S_zero and M."""
-    C: tl.constexpr = 64
+    """S_zero and the transition M of each segment but the last of its sequence."""
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = BLOCKS_V + (K + BLOCK_V - 1) // BLOCK_V
+    sizes: tl.constexpr = Sizes(None, HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION)
     begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
@@ -256,12 +266,17 @@ def prefill_segments_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     k_ptr += batch * stride_k_b + head_k * stride_k_h
     v_ptr += batch * stride_v_b + head_v * stride_v_h
-    joined_ptr += (unit * HV + head_v) * (K * (V + K))
-    transition = pid_v >= BLOCKS_V
-    offs_v = tl.where(transition, pid_v - BLOCKS_V, pid_v) * BLOCK_V + tl.arange(0, BLOCK_V)
-    # the transition is the same recurrence from the identity, with no values
-    S = tl.where(transition & (offs_v[:, None] == offs_k[None, :]), 1.0, 0.0)
+    segments_ptr += (unit * HV + head_v) * (K * (V + K))
+    is_transition = pid_v >= BLOCKS_V
+    offs_v = tl.where(is_transition, pid_v - BLOCKS_V, pid_v) * BLOCK_V + tl.arange(0, BLOCK_V)
+    # the transition is the same recurrence, from the identity and without values
+    S = tl.where(is_transition & (offs_v[:, None] == offs_k[None, :]), 1.0, 0.0)
     stop = first + segment_size
+    qkvo = QKVO(None, k_ptr, v_ptr, None, 0, 0, stride_k_t, stride_v_t, 0, 0)
+    workspace = Workspace(
+        ag_ptr, beta32_ptr, None, None, decay_in_ptr, decay_out_ptr, None, g2_ptr, None, tokens
+    )
+    place = Place(seq, batch, start, end, head_v, T)
     if HARD:
         t = first
         while t < stop:
@@ -270,35 +285,29 @@ def prefill_segments_kernel(
             until = t + easy * C
             if easy == 0:
                 until = t + run_of(marks, 1) * C
-                S = walk_through(
-                    S, t, until, True, k_ptr, v_ptr, a_ptr, b_ptr, forget_ptr, keep_ptr, g2_ptr,
-                    batch, head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
-                    BLOCK_K, BLOCK_V, STAGES, PRECISION,
-                )  # fmt: skip
+                S = segment_loop(
+                    S, t, until, qkvo, workspace, place, offs_v, is_transition, sizes, True
+                )
             else:
-                S = walk_through(
-                    S, t, until, False, k_ptr, v_ptr, a_ptr, b_ptr, forget_ptr, keep_ptr, g2_ptr,
-                    batch, head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V,
-                    BLOCK_K, BLOCK_V, STAGES, PRECISION,
-                )  # fmt: skip
+                S = segment_loop(
+                    S, t, until, qkvo, workspace, place, offs_v, is_transition, sizes, False
+                )
             t = until
     else:
-        S = walk_through(
-            S, first, stop, False, k_ptr, v_ptr, a_ptr, b_ptr, forget_ptr, keep_ptr, g2_ptr, batch,
-            head_v, transition, offs_v, T, tokens, stride_k_t, stride_v_t, HV, K, V, BLOCK_K,
-            BLOCK_V, STAGES, PRECISION,
-        )  # fmt: skip
-    columns = tl.where(transition, K, V)
-    at = tl.where(transition, V, 0) + offs_v[:, None] + offs_k[None, :] * (V + K)
-    tl.store(joined_ptr + at, S, mask=(offs_v < columns)[:, None] & (offs_k < K)[None, :])
+        S = segment_loop(
+            S, first, stop, qkvo, workspace, place, offs_v, is_transition, sizes, False
+        )
+    columns = tl.where(is_transition, K, V)
+    at = tl.where(is_transition, V, 0) + offs_v[:, None] + offs_k[None, :] * (V + K)
+    tl.store(segments_ptr + at, S, mask=(offs_v < columns)[:, None] & (offs_k < K)[None, :])
 
 
 @triton.jit(
     do_not_specialize=["N", "T", "pad_slot", "segment_size"], do_not_specialize_on_alignment=INDICES
 )
 def prefill_join_kernel(
-    joined_ptr,  # [segments, HV, K, V + K] float32: S_zero | M in, the state behind it | M out;
-    #              in a sequence's last one the state before the first
+    segments_ptr,  # [segments, HV, K, V + K] float32: S_zero | M in, the state after it | M out;
+    #                in place of a sequence's last one the state before its first
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V]
     slots_ptr,  # [N]
     has_state_ptr,  # [N]
@@ -317,7 +326,7 @@ def prefill_join_kernel(
     PRECISION: tl.constexpr,
     STATE_KV: tl.constexpr,
 ):
-    """S <- M S + S_zero from segment to segment; one program owns BLOCK_V columns of a head."""
+    """S <- M S + S_zero from segment to segment (K17). A program owns BLOCK_V columns of a head."""
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     begin()
     pid = tl.program_id(0)
@@ -346,14 +355,15 @@ def prefill_join_kernel(
     at = state_ptr + slot * stride_state_p + head_v * (V * K)
     at += state_offsets(offs_k, offs_v, K, V, STATE_KV)
     S = tl.load(at, mask=tile & known, other=0.0).to(tl.float32)
-    # the last segment has no row of its own to keep: there stands what the first one starts from
+    # no segment starts from the state after the last one: its place holds that before the first
     row = (unit + (length - 1) // segment_size) * HV + head_v
-    first = joined_ptr + row * (K * (V + K)) + offs_k[:, None] * (V + K)
+    first = segments_ptr + row * (K * (V + K)) + offs_k[:, None] * (V + K)
     tl.store(first + offs_v[None, :], S, mask=tile)
     square = (offs_k < K)[:, None] & (offs_k < K)[None, :]
     for i in tl.range((length - 1) // segment_size, num_stages=STAGES):
-        base = joined_ptr + ((unit + i) * HV + head_v) * (K * (V + K)) + offs_k[:, None] * (V + K)
-        M = tl.load(base + V + offs_k[None, :], mask=square, other=0.0)
+        row = (unit + i) * HV + head_v
+        base = segments_ptr + row * (K * (V + K)) + offs_k[:, None] * (V + K)
+        transition = tl.load(base + V + offs_k[None, :], mask=square, other=0.0)
         S_zero = tl.load(base + offs_v[None, :], mask=tile, other=0.0)
-        S = tl.dot(M, S, acc=S_zero, input_precision=PRECISION)
+        S = tl.dot(transition, S, acc=S_zero, input_precision=PRECISION)
         tl.store(base + offs_v[None, :], S, mask=tile)

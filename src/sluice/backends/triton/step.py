@@ -4,13 +4,13 @@
     S <- exp(g) S,   d = beta (v - S k),   S <- S + d kᵀ,   o = scale S q     (S2)
     y = weight · o / sqrt(mean o² + eps) · act(z)                            (S3)
 
-One program owns one value head of one row. It has the head's whole state [V, K] in its registers,
-so the norm over V is its own. Nothing is rounded between the parts.
+One program owns one value head of one row. It holds the head's whole state [V, K] in registers, so
+it can make the norm over V by itself. Nothing is rounded between the parts.
 
-The conv windows of q and k belong to a key head, and r = HV / HK value heads read them. Those r
-programs count themselves in ``arrivals`` once they have read, and the last one writes.
+The conv windows of q and k belong to a key head, and r = HV / HK value heads read them. Each of
+these r programs counts itself in ``arrivals`` after it has read them, and the last one writes.
 """
-# ruff: noqa: SIM108 (what a kernel may not say, and constants decide)
+# ruff: noqa: SIM108 (constexpr branches stay if/else)
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import GATES, INDICES, Binding, Pointer, kernel_call
 from sluice.backends.triton.arrivals import arrivals_of
 from sluice.backends.triton.launch import COUNTERS, Launches
+from sluice.backends.triton.math import begin, exp, sigmoid, silu, softplus
 from sluice.backends.triton.step_parts import (
+    Channels,
     conv_taps,
     half_of,
     load_gates,
     load_taps,
-    load_weights,
     make_keys,
     store_state,
     store_window,
     tile_dot3,
     where_all,
 )
-from sluice.backends.triton.tiles import begin, exp, sigmoid, silu, softplus
-from sluice.backends.triton.window import roll_window
+from sluice.backends.triton.window import ConvStrides, load_weights, roll_window
 from sluice.contract.spec import StepSpec
 
 _FREE = ["T", "pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
@@ -49,8 +49,8 @@ _UNALIGNED += ["x_ptr", "z_ptr", "y_ptr", "arrivals_ptr"]
 
 @triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
 def step_kernel(
-    x_ptr,  # [N, T, ..] q, k and v: key head h has them at h stride_q_g, k_offset further, and
-    # at v_offset + h stride_v_g (r heads of v)
+    x_ptr,  # [N, T, ..] q, k and v; of key head h: q at h stride_q_g, k k_offset after it, its r
+    # heads of v at v_offset + h stride_v_g
     z_ptr,  # [N, T, HK, r V], groups stride_z_g apart
     b_ptr,  # [N, T, HK, r], groups stride_b_g, heads stride_b_h apart
     a_ptr,  # [N, T, HK, r], likewise
@@ -103,7 +103,7 @@ def step_kernel(
     L: tl.constexpr,
     W: tl.constexpr,
     PIECES: tl.constexpr,
-    C: tl.constexpr,
+    PIECE_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
     NORMALIZE_QK: tl.constexpr,
@@ -113,8 +113,9 @@ def step_kernel(
     ONE_TOKEN: tl.constexpr,
 ):
     R: tl.constexpr = HV // HK
-    # The dimension along which q and k are halves: [2, C, PIECES] or [C, PIECES, 2]. From the last
-    # one the compiler hands their layout, lanes along K, on to the state; from the first it cannot.
+    # q and k are halves along this dimension: [2, PIECE_K, PIECES] or [PIECE_K, PIECES, 2]. With
+    # the last one the compiler gives the state their layout, lanes along K; with the first it
+    # cannot.
     HALF: tl.constexpr = 2 if ONE_TOKEN and not STATE_KV else 0
     begin()
     pid = tl.program_id(0)
@@ -137,19 +138,20 @@ def step_kernel(
         write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)
         kept = live & (write_slot > pad_slot)
 
-    offs_k = tl.arange(0, C)[:, None] + tl.arange(0, PIECES)[None, :] * C  # [C, PIECES]
+    # [PIECE_K, PIECES]
+    offs_k = tl.arange(0, PIECE_K)[:, None] + tl.arange(0, PIECES)[None, :] * PIECE_K
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
-    # The tile [C, PIECES, BLOCK_V] is loaded as [C, PIECES · BLOCK_V]: with two dimensions every
-    # version of the compiler lays it out alike, the pieces of a row in one thread.
+    # The tile [PIECE_K, PIECES, BLOCK_V] is loaded as [PIECE_K, PIECES · BLOCK_V]: with two
+    # dimensions every version of Triton gives it the same layout, all pieces of a row in a thread.
     offs_n = tl.arange(0, PIECES * BLOCK_V)[None, :]
-    tile_k = tl.arange(0, C)[:, None] + offs_n // BLOCK_V * C
+    tile_k = tl.arange(0, PIECE_K)[:, None] + offs_n // BLOCK_V * PIECE_K
     tile_v = offs_n % BLOCK_V
     if STATE_KV:
         offs_tile = tile_v + tile_k * V
     else:
         offs_tile = tile_v * K + tile_k
-    if PIECES * C == K and BLOCK_V == V:
+    if PIECES * PIECE_K == K and BLOCK_V == V:
         mask_tile = tl.full((1, 1), True, tl.int1)
     else:
         mask_tile = (tile_v < V) & (tile_k < K)
@@ -165,112 +167,106 @@ def step_kernel(
     b_ptr += seq * stride_b_n + head_k * stride_b_g
     a_ptr += seq * stride_a_n + head_k * stride_a_g
     y_ptr += seq * stride_y_n
-    # q and k are halves of one tensor, and v the first of two: with no fewer elements than threads
-    # the compiler makes each once, not once for every layout it is used in
+    # q and k are the halves of one tensor, and v is the first half of another (step_parts.py)
     pair = tl.arange(0, 2)
     if HALF == 0:
-        keys = pair[:, None, None]
+        half_k = pair[:, None, None]
     else:
-        keys = pair[None, None, :]
+        half_k = pair[None, None, :]
     keys_k = tl.expand_dims(offs_k, HALF)
-    keys_channel = head_k * K + keys * (HK * K) + keys_k
-    keys_x = head_k * stride_q_g + keys * k_offset + keys_k
-    keys_mask = (keys_k < K) & (keys < 2)
-    values = pair[None, :]  # [BLOCK_V, 2]
-    values_channel = 2 * HK * K + head_v * V + offs_v[:, None] + values
-    values_x = v_offset + head_k * stride_v_g + member * V + offs_v[:, None] + values
-    values_mask = mask_v[:, None] & (values < 1)
+    keys_index = head_k * K + half_k * (HK * K) + keys_k
+    keys_x = head_k * stride_q_g + half_k * k_offset + keys_k
+    keys_mask = (keys_k < K) & (half_k < 2)
+    keys = Channels(keys_index, keys_x, keys_mask)
+    half_v = pair[None, :]  # [BLOCK_V, 2]
+    values_index = 2 * HK * K + head_v * V + offs_v[:, None] + half_v
+    values_x = v_offset + head_k * stride_v_g + member * V + offs_v[:, None] + half_v
+    values_mask = mask_v[:, None] & (half_v < 1)
+    values = Channels(values_index, values_x, values_mask)
 
-    if ONE_TOKEN:  # a few loads before the many of the state, which would hold them up
+    if ONE_TOKEN:  # these few loads before the many of the state, which would delay them
         norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0)
         keys_weights = load_weights(
-            conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W
+            conv_weight_ptr, keys.index, keys.mask, stride_w_d, stride_w_w, W, False
         )
         values_weights = load_weights(
-            conv_weight_ptr, values_channel, values_mask, stride_w_d, stride_w_w, W
+            conv_weight_ptr, values.index, values.mask, stride_w_d, stride_w_w, W, False
         )
         z, a, b, A_log, dt_bias = load_gates(
             z_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, head_v, member, offs_v, mask_v,
             stride_a_h, stride_b_h, V,
         )  # fmt: skip
         keys_taps = load_taps(
-            x_ptr, window_ptr, known, 0, keys_x, keys_channel, keys_mask, stride_x_t,
-            stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
+            x_ptr, window_ptr, known, 0, keys, stride_x_t, stride_conv_d, stride_conv_l,
+            ONE_TOKEN, L, W,
         )  # fmt: skip
         values_taps = load_taps(
-            x_ptr, window_ptr, known, 0, values_x, values_channel, values_mask, stride_x_t,
-            stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
+            x_ptr, window_ptr, known, 0, values, stride_x_t, stride_conv_d, stride_conv_l,
+            ONE_TOKEN, L, W,
         )  # fmt: skip
         tl.debug_barrier()
     S = tl.load(read_ptr + offs_tile, mask=mask_tile & known, other=0.0).to(tl.float32)
-    S = tl.reshape(S, (C, PIECES, BLOCK_V))
+    S = tl.reshape(S, (PIECE_K, PIECES, BLOCK_V))
     if ONE_TOKEN:
         if slots_ptr is not None:
-            # The compiler would put the arithmetic on the taps, and so the wait for them, before
-            # the state's loads. So the taps hang on a load behind a barrier (of the slot, which the
-            # nearest cache has by now).
+            # Left alone, the compiler moves the arithmetic on the taps, and so the wait for them,
+            # before the loads of the state. So the taps depend on a load after a barrier (of the
+            # slot, which is in the L1 cache by now).
             tl.debug_barrier()
             same = tl.load(slots_ptr + seq).to(tl.int64) == slot
             keys_taps = where_all(same, keys_taps)
         q, k, norms = make_keys(
-            keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys, HALF,
-            CONV_SILU, NORMALIZE_QK,
-        )  # fmt: skip
+            keys_taps, keys_weights, conv_bias_ptr, keys, half_k, HALF, CONV_SILU, NORMALIZE_QK
+        )
 
-    mine = kept  # writes the windows of q and k, once every program that reads them has
+    mine = kept  # whether this program writes the windows of q and k: all readers have read them
     if arrivals_ptr is not None and ONE_TOKEN:
-        # Adds 1, but cannot know it before every tap of every thread has come: who has counted
-        # itself has read. The answer comes while the state does, and needs no fence.
+        # Add 1, computed from the norms: every thread has all its taps before the program counts
+        # itself. The count returns while the state is loaded, and needs no fence.
         one = 1 + (norms < 0.0).to(tl.int32)
         counter = arrivals_ptr + write_slot * HK + head_k
         arrived = tl.atomic_add(counter, one, mask=kept, sem="relaxed")
         mine = kept & (arrived == R - 1)
 
     for t in range(1 if ONE_TOKEN else T):
-        if not ONE_TOKEN:  # weights too: beside the state there is no room to keep them
+        if not ONE_TOKEN:  # weights again for each token: registers cannot hold them and the state
             norm_weight = tl.load(norm_weight_ptr + offs_v, mask=mask_v, other=0.0)
             keys_weights = load_weights(
-                conv_weight_ptr, keys_channel, keys_mask, stride_w_d, stride_w_w, W
+                conv_weight_ptr, keys.index, keys.mask, stride_w_d, stride_w_w, W, False
             )
             values_weights = load_weights(
-                conv_weight_ptr, values_channel, values_mask, stride_w_d, stride_w_w, W
+                conv_weight_ptr, values.index, values.mask, stride_w_d, stride_w_w, W, False
             )
             keys_taps = load_taps(
-                x_ptr, window_ptr, known, t, keys_x, keys_channel, keys_mask, stride_x_t,
-                stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
+                x_ptr, window_ptr, known, t, keys, stride_x_t, stride_conv_d, stride_conv_l,
+                ONE_TOKEN, L, W,
             )  # fmt: skip
             q, k, norms = make_keys(
-                keys_taps, keys_weights, conv_bias_ptr, keys_channel, keys_mask, keys, HALF,
-                CONV_SILU, NORMALIZE_QK,
-            )  # fmt: skip
+                keys_taps, keys_weights, conv_bias_ptr, keys, half_k, HALF, CONV_SILU, NORMALIZE_QK
+            )
             values_taps = load_taps(
-                x_ptr, window_ptr, known, t, values_x, values_channel, values_mask, stride_x_t,
-                stride_conv_d, stride_conv_l, ONE_TOKEN, L, W,
+                x_ptr, window_ptr, known, t, values, stride_x_t, stride_conv_d, stride_conv_l,
+                ONE_TOKEN, L, W,
             )  # fmt: skip
             z, a, b, A_log, dt_bias = load_gates(
                 z_ptr + t * stride_z_t, a_ptr + t * stride_a_t, b_ptr + t * stride_b_t,
                 A_log_ptr, dt_bias_ptr, head_v, member, offs_v, mask_v, stride_a_h, stride_b_h, V,
             )  # fmt: skip
-        v = conv_taps(
-            values_taps, values_weights, conv_bias_ptr, values_channel, values_mask, CONV_SILU
-        )
-        v = half_of(v, 0, values, 1)
+        v = conv_taps(values_taps, values_weights, conv_bias_ptr, values, CONV_SILU)
+        v = half_of(v, 0, half_v, 1)
         raw = a.to(tl.float32) + dt_bias.to(tl.float32)
-        decay = exp(-exp(A_log.to(tl.float32)) * softplus(raw))
+        alpha = exp(-exp(A_log.to(tl.float32)) * softplus(raw))
         beta = sigmoid(b.to(tl.float32)) * beta_scale
 
-        S = S * decay
+        S = S * alpha
         d = beta * (v - tile_dot3(S, k))
-        d_tile = tl.broadcast_to(d[None, None, :], (C, PIECES, BLOCK_V))
-        S = tl.fma(d_tile, tl.broadcast_to(k[:, :, None], (C, PIECES, BLOCK_V)), S)
+        d_tile = tl.broadcast_to(d[None, None, :], (PIECE_K, PIECES, BLOCK_V))
+        S = tl.fma(d_tile, tl.broadcast_to(k[:, :, None], (PIECE_K, PIECES, BLOCK_V)), S)
         o = tile_dot3(S, q) * scale
         square = tl.sum(o * o, axis=0)
         if ONE_TOKEN:
-            tl.debug_barrier()  # what is overwritten has been read
-            store_window(
-                rolled_ptr, values_taps, values_channel, values_mask & kept, stride_conv_d,
-                stride_conv_l,
-            )  # fmt: skip
+            tl.debug_barrier()  # all threads have read what is overwritten here
+            store_window(rolled_ptr, values_taps, values, kept, stride_conv_d, stride_conv_l)
             store_state(write_ptr + offs_tile, S, mask_tile & kept)
 
         y = o * tl.rsqrt(square / V + eps) * norm_weight.to(tl.float32)
@@ -287,8 +283,8 @@ def step_kernel(
             x_ptr + v_offset + head_k * stride_v_g + member * V,
             window_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
             rolled_ptr + (2 * HK * K + head_v * V) * stride_conv_d,
-            known, kept, T, offs_v, mask_v, stride_x_t, 1, stride_conv_d, stride_conv_l,
-            L, BLOCK_L,
+            known, kept, T, offs_v, mask_v,
+            ConvStrides(stride_x_t, 1, stride_conv_d, stride_conv_l), L, BLOCK_L,
         )  # fmt: skip
     if arrivals_ptr is not None:
         if not ONE_TOKEN:
@@ -299,24 +295,22 @@ def step_kernel(
         tl.store(counter, 0, mask=mine)
     if ONE_TOKEN:
         tl.debug_barrier()
-        store_window(
-            rolled_ptr, keys_taps, keys_channel, keys_mask & mine, stride_conv_d, stride_conv_l
-        )
+        store_window(rolled_ptr, keys_taps, keys, mine, stride_conv_d, stride_conv_l)
     else:
-        offs = tl.arange(0, PIECES * C)
+        offs = tl.arange(0, PIECES * PIECE_K)
         for i in range(2):
             channel = head_k * K + i * (HK * K)
             roll_window(
                 x_ptr + head_k * stride_q_g + i * k_offset,
                 window_ptr + channel * stride_conv_d,
                 rolled_ptr + channel * stride_conv_d,
-                known & mine, mine, T, offs, offs < K, stride_x_t, 1, stride_conv_d, stride_conv_l,
-                L, BLOCK_L,
+                known & mine, mine, T, offs, offs < K,
+                ConvStrides(stride_x_t, 1, stride_conv_d, stride_conv_l), L, BLOCK_L,
             )  # fmt: skip
 
 
 def _places(p: StepSpec, memory: Binding) -> dict[str, Any]:
-    """Where heads lie in the projections, in either order, as pairs or as one tensor each.
+    """Where heads lie in the projections, in either order; z and a may be tensors of their own.
 
     Split: [Q | K | V], z, b and a. Interleaved (Qwen3-Next): per key head [q | k | r v | r z] and
     [r b | r a].
@@ -393,8 +387,8 @@ def launches(spec: StepSpec) -> Launches:
         V=p.V,
         L=p.L,
         W=p.W,
-        PIECES=configs.power_of_two(configs.blocks(p.K, config.C)),
-        C=config.C,
+        PIECES=configs.power_of_two(configs.blocks(p.K, config.PIECE_K)),
+        PIECE_K=config.PIECE_K,
         BLOCK_V=configs.power_of_two(p.V),
         BLOCK_L=configs.power_of_two(p.L),
         NORMALIZE_QK=p.normalize_qk,

@@ -1,13 +1,14 @@
-"""Speculative decoding: verify leaves the state alone, commit folds in what was accepted.
+"""Speculative decoding: verify leaves the state alone, commit folds in the accepted tokens.
 
-``verify`` is decode's kernel with the state frozen: for each draft token it keeps k, d and g, with
-d kᵀ the whole update of (D3), so k stands as it came and d carries 1 / |k|. ``commit`` repeats
+``verify`` is decode's kernel with the state frozen. It stores k, d and g of each draft token, where
+d kᵀ is the whole update of (D3): k is the key as given, and d contains 1 / |k|. ``commit`` repeats
+(D1) and (D3),
 
-    S <- exp(g) S,   S <- S + d kᵀ
+    S <- exp(g) S,   S <- S + d kᵀ,
 
-for the accepted tokens with decode's own device functions: the bits are those of ``decode`` of
-these tokens in one call. One program owns BLOCK_V rows of a state, or, in the same launch, BLOCK_D
-channels of a conv window, which moves on by the accepted inputs.
+for the accepted tokens with decode's own device functions, so the bits are those of one ``decode``
+of these tokens. One program owns BLOCK_V rows of a state or, in the same launch, BLOCK_D channels
+of a conv window, which it rolls by the accepted inputs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import triton.language as tl
 from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import INDICES, Binding, kernel_call
 from sluice.backends.triton.launch import Launches
-from sluice.backends.triton.tiles import (
-    begin,
+from sluice.backends.triton.math import begin
+from sluice.backends.triton.state_tile import (
+    TileShape,
     decayed,
     load_block,
     load_tile,
@@ -28,7 +30,7 @@ from sluice.backends.triton.tiles import (
     store_tile,
     widen,
 )
-from sluice.backends.triton.window import roll_window
+from sluice.backends.triton.window import ConvStrides, roll_window
 from sluice.contract.spec import CommitSpec
 
 
@@ -43,20 +45,19 @@ def load_draft(
     offs_v,
     HK: tl.constexpr,
     HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
+    shape: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
 ):
     """k, d and g of a draft token."""
-    k = load_vector(draft_k_ptr + (token * HK + head_v // (HV // HK)) * K, on, K, C)
+    K: tl.constexpr = shape.K
+    V: tl.constexpr = shape.V
+    k = load_vector(draft_k_ptr + (token * HK + head_v // (HV // HK)) * K, on, K, shape.PIECE_K)
     state = token * HV + head_v
-    d = load_block(draft_d_ptr + state * V, offs_v, on, V, V % BLOCK_V == 0)
+    d = load_block(draft_d_ptr + state * V, offs_v, on, V, V % shape.BLOCK_V == 0)
     g = tl.full((), 0.0, tl.float32)
     if draft_g_ptr is not None:
         if DECAY_PER_KEY:
-            g = load_vector(draft_g_ptr + state * K, on, K, C)
+            g = load_vector(draft_g_ptr + state * K, on, K, shape.PIECE_K)
         else:
             g = tl.load(draft_g_ptr + state, mask=on)
     return k, d, g
@@ -95,7 +96,7 @@ def commit_kernel(
     D: tl.constexpr,
     L: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
+    PIECE_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_L: tl.constexpr,
     LOAD: tl.constexpr,
@@ -106,6 +107,7 @@ def commit_kernel(
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     STATE_PROGRAMS: tl.constexpr = HV * BLOCKS
     PROGRAMS: tl.constexpr = STATE_PROGRAMS + (D + BLOCK_D - 1) // BLOCK_D
+    shape: tl.constexpr = TileShape(K, V, BLOCK_V, PIECE_K, STATE_KV)
     begin()
     pid = tl.program_id(0) % PROGRAMS
     seq = (tl.program_id(0) // PROGRAMS).to(tl.int64)
@@ -140,7 +142,7 @@ def commit_kernel(
                 x_ptr + batch * stride_x_b + start * stride_x_t,
                 conv_state_ptr + slot * stride_conv_p, conv_state_ptr + write_slot * stride_conv_p,
                 known, kept, accepted, offs_d, offs_d < D,
-                stride_x_t, stride_x_d, stride_conv_d, stride_conv_l, L, BLOCK_L,
+                ConvStrides(stride_x_t, stride_x_d, stride_conv_d, stride_conv_l), L, BLOCK_L,
             )  # fmt: skip
     else:
         head_v = pid // BLOCKS
@@ -148,41 +150,20 @@ def commit_kernel(
         token = batch * T + start
         k, d, g = load_draft(
             draft_k_ptr, draft_d_ptr, draft_g_ptr, token, accepted > 0, head_v, offs_v,
-            HK, HV, K, V, BLOCK_V, C, DECAY_PER_KEY,
+            HK, HV, shape, DECAY_PER_KEY,
         )  # fmt: skip
         state_ptr += head_v * (V * K)
-        S = load_tile(
-            state_ptr + slot * stride_state_p,
-            offs_v,
-            known & kept,
-            K,
-            V,
-            BLOCK_V,
-            C,
-            LOAD,
-            STATE_KV,
-        )
+        S = load_tile(state_ptr + slot * stride_state_p, offs_v, known & kept, shape, LOAD)
         for t in range(accepted):
             k_next, d_next, g_next = load_draft(
                 draft_k_ptr, draft_d_ptr, draft_g_ptr, token + t + 1, t + 1 < accepted, head_v,
-                offs_v, HK, HV, K, V, BLOCK_V, C, DECAY_PER_KEY,
+                offs_v, HK, HV, shape, DECAY_PER_KEY,
             )  # fmt: skip
             if draft_g_ptr is not None:
                 S = decayed(S, g, DECAY_PER_KEY)
             S = rank_one(S, widen(k), d)
             k, d, g = k_next, d_next, g_next
-        store_tile(
-            state_ptr + write_slot * stride_state_p,
-            S,
-            offs_v,
-            kept,
-            K,
-            V,
-            BLOCK_V,
-            C,
-            STORE,
-            STATE_KV,
-        )
+        store_tile(state_ptr + write_slot * stride_state_p, S, offs_v, kept, shape, STORE)
 
 
 def launches(spec: CommitSpec) -> Launches:
@@ -219,7 +200,7 @@ def launches(spec: CommitSpec) -> Launches:
         D=p.D,
         L=p.L,
         BLOCK_V=config.BLOCK_V,
-        C=config.C,
+        PIECE_K=config.PIECE_K,
         BLOCK_D=configs.WINDOW_CHANNELS,
         BLOCK_L=max(1, configs.power_of_two(p.L)),
         LOAD=config.LOAD,

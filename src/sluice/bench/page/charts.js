@@ -91,7 +91,7 @@
     const w = workloads.get(r.workload);
     const lines = [`${title[r.provider]}${r.detail ? ` (${r.detail})` : ""}`, `${w.op} ${w.size}, ${rank(w)}`];
     lines.push(`${duration(r.median_s)} (${duration(r.p10_s)} to ${duration(r.p90_s)}), ${rate(w, r.median_s)}`);
-    if (r.eager) lines.push(`eager: ${duration(r.host.median_s)} of the host, ${duration(r.eager.median_s)} until the result`);
+    if (r.eager) lines.push(`eager: ${duration(r.host.median_s)} of the host, ${duration(r.eager.median_s)} per call by the wall clock`);
     if (r.share) lines.push(`${Math.round(r.share * 100)}% of the floor (${r.bound})`);
     if (r.error !== null) lines.push(`relative error ${r.error.toExponential(0)}, by ${r.method}`);
     return lines.join("\n");
