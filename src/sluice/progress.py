@@ -1,26 +1,25 @@
-"""Progress on stderr: a bar if rich is installed, else plain lines."""
+"""Progress on stderr: a bar on a terminal if rich is installed, else a line per step."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call with each step's name as it starts."""
+    """Yields a function to call with each step's name as it starts; ``total`` may be exceeded."""
     begun = 0
     with counted() as show:
 
         def start(step: str) -> None:
             nonlocal begun
-            show(step, begun, total)
+            show(step, begun, max(total, begun + 1))
             begun += 1
 
         yield start
-        if begun:
-            show("", begun, total)
 
 
 @contextlib.contextmanager
@@ -28,21 +27,30 @@ def counted() -> Iterator[Callable[[str, int, int], None]]:
     """Yields a function to call with what goes on, how much is done, and how much there is."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        yield _line
+        yield _lines()
         return
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    what = TextColumn("{task.description}")
+    with Progress(*columns, what, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
 
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def show(step: str, done: int, total: int) -> None:
+            bar.update(task, description=step, completed=done, total=total)
 
         yield show
 
 
-def _line(what: str, done: int, total: int) -> None:
-    if what:
-        width = len(str(total))
-        print(f"[{min(done + 1, total):>{width}}/{total}] {what}", file=sys.stderr, flush=True)  # noqa: T201
+def _lines() -> Callable[[str, int, int], None]:
+    begin = time.monotonic()
+
+    def line(step: str, done: int, total: int) -> None:
+        text = f"[{min(done + 1, total)}/{total}] {time.monotonic() - begin:4.0f} s  {step}"
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    return line

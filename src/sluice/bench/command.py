@@ -148,15 +148,15 @@ def command(args: argparse.Namespace) -> int:
 
 def _run(workloads: list[Any], options: Any, path: Path | None) -> Any:
     """Run, and save results as they come, so that a run cut short is not lost."""
-    from sluice.bench.progress import progress
     from sluice.bench.run import run
+    from sluice.progress import steps
 
     keep = None if path is None else lambda results: results.save(path)
 
     extra = 2 + options.ahead
     if options.first_calls and not options.isolate:
         extra += 2 * len(options.providers)
-    with progress(len(workloads) + extra) as say:
+    with steps(len(workloads) + extra) as say:
         return run(workloads, options, say, keep)
 
 

@@ -26,7 +26,6 @@ from sluice.settings import validating
 _WHOLE, _RANKS = "_sluice_whole", "_sluice_ranks"  # attributes of a divided layer
 
 
-
 class SummedLinear(nn.Linear):
     """A rank's columns of a linear layer, and the sum over ranks."""
 

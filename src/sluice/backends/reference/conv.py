@@ -70,9 +70,7 @@ def rolled(window: Tensor, x: Tensor, count: Tensor | int) -> Tensor:
     return inputs.gather(-1, index.expand(*window.shape[:2], L))
 
 
-def _store(
-    p: ConvSpec | ConvQkvSpec, t: Any, window: Tensor, x: Tensor, first: int = 0
-) -> None:
+def _store(p: ConvSpec | ConvQkvSpec, t: Any, window: Tensor, x: Tensor, first: int = 0) -> None:
     """Write the windows of sequences ``first`` and on: after the last token, and at checkpoints."""
     if t.state is None or p.freeze:
         return
