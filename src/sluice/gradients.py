@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from sluice import ops
-from sluice.backends.chunked.prefill import CHUNK, chunk
+from sluice.backends.chunked.prefill import CHUNKS, chunk
 from sluice.backends.reference.recurrence import Tokens, l2_normalize
 from sluice.contract.errors import SluiceError
 from sluice.layers.gated_delta_net import _project
@@ -302,8 +302,8 @@ def _kv(S: Tensor, call: Call) -> Tensor:
 
 def _chunk_length(x: Tokens) -> int:
     if x.g is None:
-        return CHUNK["none"]
-    return CHUNK["head" if x.g.dim() == 3 else "key"]
+        return CHUNKS["none"]
+    return CHUNKS["head" if x.g.dim() == 3 else "key"]
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sluice.contract.errors import ContractError, SluiceError
+from sluice.contract.meta import overlaps
 from sluice.layers.qwen import QwenShape, preset
 
 Model = str | QwenShape
@@ -276,7 +277,7 @@ def geometry_of(
                 got = f"{tensor.dim()} ({list(tensor.shape)})"
             elif _kind(tensor) != _kind(like):
                 expected, got = f"{_kind(like)}, as layer 0", _kind(tensor)
-            elif not _apart(tensor):
+            elif overlaps(tensor.shape, tensor.stride()):
                 expected, got = "strides that do not overlap", f"{tensor.stride()}"
             elif kind == 1 and tensor.numel() and not tensor[0, 0].is_contiguous():
                 expected, got = "the last three dims contiguous", f"strides {tensor.stride()}"
@@ -305,17 +306,6 @@ def geometry_of(
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape[1:])} {tensor.dtype} on {tensor.device}"
-
-
-def _apart(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory: each stride exceeds the extent of the smaller ones."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return False
-            reach += (size - 1) * stride
-    return True
 
 
 def _safetensors() -> ModuleType:

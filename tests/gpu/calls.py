@@ -70,7 +70,7 @@ class Serving(ModelCalls):
 
 
 def production(device: str = "meta") -> Iterator[ModelCall]:
-    """Calls of every kernel as a serving process makes them; their names begin with the kernel's."""
+    """Calls of every kernel as a serving process makes them; names begin with the kernel's."""
 
     def named(model: Serving, what: str, op: str, *sizes: Any) -> ModelCall:
         return model.call(op, "", *sizes)._replace(name=what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,3 +70,13 @@ class Meta(NamedTuple):
     def new_zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Meta:
         """Described as any dense tensor is: a description has no values."""
         return self.new_empty(*shape, dtype=dtype)
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share memory: a stride does not clear what lies inside it."""
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return 0 not in shape
+        reach += stride * (size - 1)
+    return False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sluice.contract.errors import ContractError
-from sluice.contract.meta import Meta
+from sluice.contract.meta import Meta, overlaps
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -111,7 +111,12 @@ def conv_state(
     require.tensor(pool, name, (None, D, None), FLOATS, "[P, D, L]")
     P, _, L = pool.shape
     require(least <= L, name, f"at least {least} columns", f"{L} columns")
-    require(not _overlaps(pool), name, "rows without overlap", f"strides {list(pool.strides)}")
+    require(
+        not overlaps(pool.shape, pool.strides),
+        name,
+        "rows without overlap",
+        f"strides {list(pool.strides)}",
+    )
     if spec.slots is None:
         require(P >= N, name, f"at least {N} rows, one per sequence", f"{P} rows")
     return L
@@ -163,18 +168,6 @@ def checkpoints(require: Require, spec: Any, N: int) -> None:
         require(every >= 1, "checkpoints.every", "at least 1 token", every)
         return
     require.tensor(positions, "checkpoints.positions", tuple(slots.shape), INTEGERS, "slots'")
-
-
-def _overlaps(x: Meta) -> bool:
-    """Whether two elements may share memory: a stride does not clear what lies inside it."""
-    if x.numel() == 0:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(x.strides, x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sluice.contract.chunk_length import CHUNK
 from sluice.contract.errors import ContractError
-
-CHUNK = 64  # tokens; a border at a multiple of it cuts no chunk
 
 
 class Part(NamedTuple):

@@ -20,15 +20,16 @@ from torch import Tensor
 from sluice.backends.reference import rows
 from sluice.backends.reference.prefill import Checkpointer, sequences, stored
 from sluice.backends.reference.recurrence import Tokens
+from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
-CHUNK = {"none": 64, "head": 64, "key": 16}
-"""Tokens per chunk. With decay per key, G is a [C, C, K] tensor: a chunk is short."""
+CHUNKS = {"none": CHUNK, "head": CHUNK, "key": 16}
+"""Tokens per chunk, by decay. With decay per key, G is a [C, C, K] tensor: a chunk is short."""
 
 
 def prefill(p: DeltaSpec, t: Any) -> None:
     """Serve ``prefill``."""
-    C = CHUNK[p.decay]
+    C = CHUNKS[p.decay]
     S = sequences(p, t, lambda x, S, o, after: chunks(x, S, o, after, C))
     rows.write_rows(t.state, p, t, stored(p, S))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
-from sluice.backends.triton.chunk_length import CHUNK
+from sluice.contract.chunk_length import CHUNK
 
 C = gl.constexpr(CHUNK)  # tokens per chunk
 COPY_WIDTH = gl.constexpr(64)  # columns per TMA copy: 128 bytes of 16-bit numbers, one swizzled row

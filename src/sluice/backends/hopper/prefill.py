@@ -18,8 +18,8 @@ from sluice.backends.hopper.state_kernel import hopper_state_kernel
 from sluice.backends.triton import gpu
 from sluice.backends.triton import prefill as portable
 from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, Tiles
-from sluice.backends.triton.chunk_length import CHUNK
 from sluice.backends.triton.launch import Launches
+from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory

@@ -1,7 +1,8 @@
 """Work units: which tokens of which sequence a program owns.
 
 Both GPU backends number them alike. Sequence i owns the units from ``cu_seqlens[i] // size + i``
-on, which is enough for any length, so the host never needs to know the lengths.
+on, which is enough for any length, so the host never needs to know the lengths. Gluon cannot call
+Triton's functions, so the search stands here once more (``triton/work_units.py``).
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Launches:
         self._index = self.device.index or 0
         self._ready: dict[frozenset[str], list[Any]] = {}
         self._usual: list[Any] | None = None
+        self._hooks = [triton_private.hooks_of(call.kernel) for call in self.calls]
 
     def _alignments(self) -> list[int]:
         """Places of the tensors whose alignment some kernel is specialised on."""
@@ -89,7 +90,9 @@ class Launches:
         workspace = None
         if self._workspace_bytes:
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self.device)
-        if self._usual is None or triton_private.changed():
+        if self._usual is None and self._by_driver():
+            self.bound()  # a setting under which Triton launches may be off again
+        if self._usual is None or triton_private.changed() or any(self._hooks):
             with self._on_device():
                 self._through_triton(tensors, counters, workspace)
         elif torch.cuda.current_device() == self._index:

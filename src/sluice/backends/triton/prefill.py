@@ -13,7 +13,6 @@ import torch
 
 from sluice.backends.triton import configs, gpu
 from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, kernel_call
-from sluice.backends.triton.chunk_length import CHUNK
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.prefill_chunks import (
@@ -26,6 +25,7 @@ from sluice.backends.triton.prefill_state import (
     prefill_segments_kernel,
     prefill_state_kernel,
 )
+from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
 WHOLE = 1 << 30  # tokens: a segment longer than any sequence

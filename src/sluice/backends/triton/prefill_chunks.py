@@ -40,9 +40,9 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.arguments import GATES, INDICES
-from sluice.backends.triton.chunk_length import CHUNK
 from sluice.backends.triton.math import LOG2_E, NORM_EPS, begin, float16_scale, softplus
 from sluice.backends.triton.work_units import unit_span
+from sluice.contract.chunk_length import CHUNK
 
 C = tl.constexpr(CHUNK)
 NEAR = tl.constexpr(0.9)

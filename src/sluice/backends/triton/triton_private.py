@@ -7,7 +7,7 @@
   them nothing can be compiled ahead, and the backend says so (``unavailable``).
 - ``ASTSource`` and ``GluonASTSource``: a kernel and its types, for ``triton.compile``.
 
-``tests/gpu/test_private.py`` fails if one of them is gone.
+``tests/test_private.py`` fails if one of them is gone.
 """
 
 from __future__ import annotations
@@ -35,9 +35,15 @@ def launches_itself(kernel: Any) -> bool:
         getattr(_runtime, "debug", False)
         or getattr(_compilation, "instrumentation_mode", "")
         or getattr(_runtime, "add_stages_inspection_hook", None)
-        or getattr(kernel, "pre_run_hooks", None)
+        or hooks_of(kernel)
         or changed()
     )
+
+
+def hooks_of(kernel: Any) -> list[Any]:
+    """A kernel's own hooks: the list itself, which a program may add to at any time."""
+    hooks: list[Any] = getattr(kernel, "pre_run_hooks", [])
+    return hooks
 
 
 def changed() -> bool:
