@@ -6,13 +6,15 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("numba")
 
-from numba import types
-from numba.core import codegen, registry, sigutils
-from numba.core.ccallback import CFunc
+from numba.core import codegen, registry
 
+import sluice
+from sluice import calls
+from sluice.backends import cpu
 from sluice.backends.cpu import numba_private
 
 FOLDER = Path(numba_private.__file__).parent
@@ -26,11 +28,17 @@ def test_numba_says_what_it_compiles_for():
 
 
 def test_a_callback_has_what_loading_it_from_the_disk_needs():
-    signature = sigutils.normalize_signature(types.void(types.voidptr))
-    kernel = CFunc(lambda block: None, signature, {}, {})
-    assert hasattr(kernel._cache, "load_overload")
-    assert kernel._sig is not None
-    assert kernel._targetdescr.target_context is not None
+    assert numba_private.missing() == []
+
+
+def test_without_one_of_them_calls_are_refused_with_the_reason(monkeypatch):
+    calls.forget()
+    cpu._unusable.cache_clear()
+    monkeypatch.setattr(numba_private, "CFunc", lambda *arguments: object())
+    x = torch.ones(2, 4)
+    with pytest.raises(sluice.BackendError, match=r"has no CFunc\._cache\.load_overload"):
+        sluice.rms_norm_gated(x, x, torch.ones(4), backend="cpu")
+    cpu._unusable.cache_clear()
 
 
 def test_methods_can_be_replaced_and_are_put_back():

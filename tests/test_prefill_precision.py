@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import sluice
+from sluice import calls
 from sluice.testing import cases, oracle
 from sluice.testing.compare import relative_error
 from tests.suite import DEVICE, backends, run_or_skip
@@ -227,7 +228,14 @@ def test_equal_keys_of_other_sizes(backend, K, V):
     assert max(errors(state, exact_state, 1)) <= AIM
 
 
-@pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+@pytest.fixture
+def bound_anew() -> Iterator[None]:
+    """Nothing that a test binds by a plan of its own is left for others."""
+    yield
+    calls.forget()
+
+
+@pytest.mark.usefixtures("bfloat16_in_the_interpreter", "bound_anew")
 @pytest.mark.parametrize("segment", [0, 128])
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_chunks_of_equal_keys_among_others(backend, segment, monkeypatch):
@@ -279,7 +287,8 @@ def cut_by_triton(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from sluice.backends.triton import interpreted, prefill, prefill_chunk_loop
 
     plan = prefill.Plan(segment, 32, 4, 2)
-    monkeypatch.setattr(prefill, "plan", lambda p, processors: plan)
+    calls.forget()  # what was bound by another plan
+    monkeypatch.setattr(prefill, "best_plan", lambda p, processors: plan)
     if interpreted():
         monkeypatch.setattr(prefill_chunk_loop, "RUN", tl.constexpr(2))
 

@@ -126,6 +126,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(cuda_driver, "load", driver.load)
     monkeypatch.setattr(compiler, "compile_variant", compile_nothing)
     monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(compiler, "_target", compiler._target.__wrapped__)  # it remembers a GPU
     monkeypatch.setattr(launch, "_codes", {})
     monkeypatch.setattr(launch.Launches, "_by_driver", lambda self: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

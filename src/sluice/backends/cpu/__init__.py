@@ -53,7 +53,18 @@ def refuse(spec: Spec) -> str | None:
     """Arithmetic is float32, and so are inputs and states at most."""
     if torch.float64 in spec.dtypes:
         return "computes in float32, not in float64"
-    return None
+    return _unusable()
+
+
+@functools.cache
+def _unusable() -> str | None:
+    """Why this version of Numba does not serve; None if it does."""
+    try:
+        from sluice.backends.cpu import numba_private
+    except ImportError as error:
+        return f"cannot use numba: {error}"
+    missing = numba_private.missing()
+    return f"cannot use numba, which has no {', '.join(missing)}" if missing else None
 
 
 BESIDE = ("step", "prefill", "commit")

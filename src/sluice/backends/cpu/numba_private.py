@@ -4,16 +4,16 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
 ``tests/test_cpu_numba_private.py`` fails if one of them is gone.
 
 - ``load_or_compile``: the machine code of a C callback, from the disk cache or compiled. Numba's
-  own ``cfunc`` decorator wraps what it loads in Python objects, which takes longer than loading.
-  Without ``CFunc`` and its attributes no kernel can be had: the import fails, and the backend says
-  that it is unavailable.
+  own ``cfunc`` decorator compiles at once, and with optimised copies of every function called.
+  Without ``CFunc`` and its attributes (``missing``) the backend refuses every call and says why.
 - ``_as_modules``: functions that kernels call are kept as unoptimised LLVM modules. Without one of
   the methods it replaces, kernels compile as they are, only slower.
 - ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
   attributes of the types in ``simd.py`` and ``struct_view.py`` are typed. Numba's public way
-  (``overload``) compiles a function for each of them. Without them the import fails.
+  (``overload``) compiles a function for each of them. Without them the import of this module fails,
+  and the backend refuses every call.
 - ``TARGET``: the name and the features of the machine that Numba compiles for. They decide how wide
-  vectors are. Without it the import fails.
+  vectors are. Without it the import fails likewise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from numba import njit
+from numba import njit, types
 from numba.core import codegen, registry, sigutils
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
@@ -39,6 +39,7 @@ __all__ = [
     "AttributeTemplate",
     "infer_global",
     "load_or_compile",
+    "missing",
     "signature",
 ]
 
@@ -58,6 +59,25 @@ def _target() -> Target:
 
 
 TARGET = _target()
+
+
+def missing() -> list[str]:
+    """What ``load_or_compile`` needs and this Numba does not have."""
+    signature = sigutils.normalize_signature(types.void(types.voidptr))
+    try:
+        kernel: Any = CFunc(lambda block: None, signature, {}, OPTIONS)
+    except TypeError as error:
+        return [f"CFunc of four arguments ({error})"]
+    wanted = ("_cache.load_overload", "_sig", "_targetdescr.target_context", "address", "compile")
+    return [f"CFunc.{path}" for path in wanted if not _has(kernel, path)]
+
+
+def _has(found: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
 
 
 def load_or_compile(
