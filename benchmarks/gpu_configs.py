@@ -24,9 +24,10 @@ import triton
 import triton.language as tl
 
 import sluice
-from sluice.backends.triton import configs, launch
+from sluice.backends.triton import configs
 from sluice.backends.triton.configs import ANY, KEEP, STREAM, Config, Row
 from sluice.backends.triton.math import begin
+from sluice.calls import forget
 
 COLD = 5 * 60 * 2**20
 HK, HV, K, V = 16, 32, 128, 128
@@ -152,12 +153,12 @@ def replaced(owner: Any, name: Any, value: Any) -> Iterator[None]:
     saved = owner[name] if table else getattr(owner, name)
     put = owner.__setitem__ if table else lambda n, v: setattr(owner, n, v)
     put(name, value)
-    launch.forget()
+    forget()
     try:
         yield
     finally:
         put(name, saved)
-        launch.forget()
+        forget()
 
 
 def brief(config: Config | None) -> str:

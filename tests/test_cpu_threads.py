@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,10 +15,6 @@ from sluice.testing import cases
 
 pytest.importorskip("numba")
 threads = pytest.importorskip("sluice.backends.cpu.threads")
-
-
-LONG_WAIT = 0.05
-"""Seconds: longer than any wait that a test does not mean."""
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def bound_anew(two_threads):
     """Calls are bound with what a test puts in place of threads, and again after it."""
     calls.forget()
     before = list(threads.CROWD)
-    threads.CROWD[:] = [0, 0, 0, 0, int(LONG_WAIT * 1e9)]
+    threads.CROWD[:] = [0, 0, 0, 0]
     yield
     threads.CROWD[:] = before
     calls.forget()
@@ -84,79 +79,113 @@ def test_python_threads_give_the_same_bits(op, bound_anew, monkeypatch):
 
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+CLOCK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+LIMIT, UNTIL, PAUSE, SAVED = range(4)
+MICROSECONDS = 1_000
 
 
 class Team:
-    """Stands in for ``GOMP_parallel``: all tasks run here, and it may come back late."""
+    """Stands in for ``GOMP_parallel`` and the clock, in a time of its own.
+
+    All tasks run in the calling thread. They take ``work``; the team comes back after ``wait``.
+    """
 
     def __init__(self):
-        self.work, self.wait, self.counts = 0.0, 0.0, []
-        self.function = PARALLEL(self.run)
+        self.now, self.work, self.wait, self.counts = 10**12, 0, 0, []
+        self.functions = PARALLEL(self.run), CLOCK(self.read)
 
     def run(self, worker, block, count, flags):
         self.counts.append(count)
-        time.sleep(self.work)
+        self.now += self.work
         WORKER(worker)(block)
-        time.sleep(self.wait)
+        self.now += self.wait
+
+    def read(self, clock, timespec):
+        self.now += MICROSECONDS
+        timespec[0], timespec[1] = divmod(self.now, 10**9)
+        return 0
 
 
 @pytest.fixture
 def team(bound_anew, monkeypatch):
     team = Team()
-    monkeypatch.setattr(threads, "parallel", threads._address(team.function))
+    for name, function in zip(("parallel", "clock"), team.functions, strict=True):
+        monkeypatch.setattr(threads, name, threads._address(function))
     return team
-
-
-def _end_pause():
-    threads.CROWD[1] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 def test_a_late_team_is_spared_for_a_pause_and_then_tried_again(team):
     run = _first_case("decode")
     expected = run()
     assert team.counts == [2]
-    assert list(threads.CROWD)[:4] == [0, 0, 0, 0]
+    assert threads.CROWD[LIMIT] == 0
 
-    team.wait = 2 * LONG_WAIT
+    team.wait = 3_000 * MICROSECONDS
     _assert_same_bits(run(), expected)
-    assert threads.CROWD[0] == 1
-    pause = threads.CROWD[2]
-    assert pause >= min(threads.PAUSE_PER_WAIT * team.wait * 1e9, threads.LONGEST_PAUSE)
+    assert threads.CROWD[LIMIT] == 1
+    pause = threads.CROWD[PAUSE]
+    assert pause > (threads.PAUSE_PER_LOSS - 1) * team.wait
+    team.now = threads.CROWD[UNTIL] - pause // 2
     _assert_same_bits(run(), expected)
     assert team.counts == [2, 2]  # the calling thread was alone
 
-    _end_pause()
+    team.now = threads.CROWD[UNTIL]
     _assert_same_bits(run(), expected)
     assert team.counts == [2, 2, 2]  # more are tried, but it does not go well
-    assert threads.CROWD[0] == 1
-    assert threads.CROWD[2] >= min(2 * pause, threads.LONGEST_PAUSE)
+    assert threads.CROWD[LIMIT] == 1
+    assert threads.CROWD[PAUSE] == 2 * pause
 
-    team.wait = 0.0
-    _end_pause()
+    team.wait, team.now = 0, threads.CROWD[UNTIL]
     run()
-    assert threads.CROWD[0] == 0  # now it does
+    assert threads.CROWD[LIMIT] == 0  # now it does
     run()
     assert len(team.counts) == 5
 
 
-def test_a_wait_shorter_than_the_work_is_no_reason(team):
-    team.work, team.wait = 4 * LONG_WAIT, 2 * LONG_WAIT
-    run = _first_case("prefill")
-    for _ in range(2):
+def test_pauses_have_an_end(team):
+    run = _first_case("decode")
+    run()
+    team.wait = 100_000 * MICROSECONDS
+    for _ in range(4):
         run()
-    assert threads.CROWD[0] == 0
-    assert team.counts == [2, 2]
+        assert threads.CROWD[PAUSE] == threads.LONGEST_PAUSE
+        team.now = threads.CROWD[UNTIL]
+
+
+def test_a_wait_that_teams_have_paid_for_is_no_reason(team):
+    """Two threads that take 0.5 ms each save as much."""
+    run = _first_case("decode")
+    team.work = 500 * MICROSECONDS
+    for _ in range(8):
+        run()
+    saved = threads.CROWD[SAVED]
+    assert 3_500 * MICROSECONDS < saved <= threads.MOST_SAVED
+    team.wait = saved // 2
+    run()
+    run()
+    assert threads.CROWD[LIMIT] == 0
+    run()
+    assert threads.CROWD[LIMIT] == 1
+
+
+def test_a_short_wait_is_no_loss(team):
+    run = _first_case("decode")
+    team.wait = threads.LONG_WAIT // 2
+    for _ in range(10):
+        run()
+    assert threads.CROWD[LIMIT] == 0
+    assert len(team.counts) == 10
 
 
 def test_long_work_keeps_the_whole_team(team):
-    team.work = 2 * LONG_WAIT
     run, other = _first_case("prefill"), _first_case("decode")
+    team.work = threads.LONG_WORK
     run()
-    team.work, team.wait = 0.0, 1.2 * LONG_WAIT  # less than the two threads' work of that call
+    team.work, team.wait = 0, 3_000 * MICROSECONDS
     other()
     other()  # it is spared from now on
+    assert threads.CROWD[LIMIT] == 1
     assert team.counts == [2, 2]
-    assert threads.CROWD[0] == 1
     run()
     assert team.counts == [2, 2, 2]
 
@@ -169,18 +198,14 @@ def test_the_number_of_threads_is_torchs_at_once(team):
     assert team.counts == [2, 2]
 
 
-def test_threads_are_halved_by_each_wait_and_doubled_after_each_pause(team):
+def test_teams_are_halved_by_each_loss_and_doubled_after_each_pause(team):
     torch.set_num_threads(8)
     x, state = torch.randn(8, 1, 8, 16), torch.zeros(8, 8, 16, 16)
-    team.wait = 2 * LONG_WAIT
-    for _ in range(4):
+    for team.wait in (0, *[3_000 * MICROSECONDS] * 4, 0, 0, 0, 0):
+        if not team.wait:
+            team.now = max(team.now, threads.CROWD[UNTIL])
         sluice.decode(x, x, x, state=state, backend="cpu")
-    assert team.counts == [8, 4, 2]  # then one
-    team.wait = 0.0
-    for _ in range(4):
-        _end_pause()
-        sluice.decode(x, x, x, state=state, backend="cpu")
-    assert team.counts[3:] == [2, 4, 8, 8]
+    assert team.counts == [8, 8, 4, 2, 2, 4, 8, 8]  # and one between
 
 
 def test_python_threads_that_call_at_once_keep_their_calls_apart(bound_anew):

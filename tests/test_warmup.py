@@ -1,8 +1,7 @@
-"""What ``sluice.warmup`` runs, and how it shares the work out."""
+"""What ``sluice.warmup`` compiles, and how it shares the work out."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 import time
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 import sluice
-import sluice.backends.chunked
-from sluice import backends, dispatch
+from sluice import dispatch
 from sluice.layers import QwenShape
+from sluice.model_calls import ModelCalls
 
 module = importlib.import_module("sluice.warmup")
 TINY = QwenShape("tiny", 32, 1, 2, 4, (0, 1, 2), head_k_dim=8, head_v_dim=8)
@@ -25,13 +24,14 @@ FP32 = torch.float32
 WHAT = (TINY, 1, CPU, module.Kinds(FP32, FP32))
 
 
-def test_every_operator_is_run_and_every_form_is_named_once():
-    started: list[str] = []
-    served = sluice.warmup(TINY, device="cpu", dtype=torch.float32, progress=started.append)
+def test_every_operator_is_covered_and_every_call_is_named_once():
+    ready: list[str] = []
+    served = sluice.warmup(TINY, device="cpu", dtype=torch.float32, progress=ready.append)
     names = [name for name, _ in served]
-    assert started == names
     assert len(set(names)) == len(names)
     assert {name.split()[1] for name in names} == OPERATORS
+    if dispatch.unavailable("cpu") is None:
+        assert {"decode", "prefill"} <= set(ready)
 
 
 def test_a_gpu_gets_a_prompt_that_can_be_cut():
@@ -43,8 +43,7 @@ def test_a_gpu_gets_a_prompt_that_can_be_cut():
 def test_the_dtypes_asked_for_are_those_of_the_tensors():
     bf16, int32 = torch.bfloat16, torch.int32
     kinds = module.Kinds(bf16, FP32, bf16, "kv", int32)
-    forms = module.Forms(TINY, CPU, kinds)
-    (qkvz, _), options = forms.step(2, 1, True)
+    (qkvz, _), options = ModelCalls(TINY, kinds, CPU).step(2, 1, True)
     found = (options[name].dtype for name in ("A_log", "dt_bias", "state", "slots", "conv_weight"))
     assert (qkvz.dtype, *found) == (bf16, FP32, FP32, bf16, int32, bf16)
     assert options["state_layout"] == "kv"
@@ -52,24 +51,21 @@ def test_the_dtypes_asked_for_are_those_of_the_tensors():
     assert {name.split()[1] for name, _ in served} == OPERATORS
 
 
-def test_a_backend_hears_of_the_calls_before_they_are_made(monkeypatch):
-    """What a GPU's backend does with them is tests/gpu/test_launch.py."""
+def test_a_backend_compiles_what_it_serves_and_nothing_else(monkeypatch):
+    """What a GPU's backend does with the specs is tests/gpu/test_compile_ahead.py."""
     heard: list[str] = []
 
-    @contextlib.contextmanager
-    def compiling(calls, share):
-        assert share == (0, 1)
-        calls = list(calls)
-        heard.extend(f"compile {call()}" for call in calls)
-        yield
-        heard.append("done")
+    def compile(specs, share, progress):
+        heard.extend(f"{spec.op} {share}" for spec in specs)
 
-    monkeypatch.setattr(backends.chunked, "compiling", compiling, raising=False)
-    with dispatch.compiling("cpu", [lambda: "this", lambda: "that"]):
-        heard.append("run")
-    assert heard == ["compile this", "compile that", "run", "done"]
-    with dispatch.compiling("mps", [lambda: pytest.fail("not for this device")]):
-        pass
+    specs = [call.spec(CPU) for call in module.forms(*WHAT)]
+    for name in dispatch.ORDER:
+        backend = importlib.import_module(f"sluice.backends.{name}")
+        monkeypatch.setattr(backend, "compile", pytest.fail, raising=False)
+    served = importlib.import_module(f"sluice.backends.{dispatch.explain(specs[0]).chosen}")
+    monkeypatch.setattr(served, "compile", compile)
+    dispatch.compile(specs[:1], (1, 3))
+    assert heard == ["decode (1, 3)"]
 
 
 class Other:
@@ -85,22 +81,18 @@ class Other:
         self.log.append("kill")
 
 
-def test_forms_are_run_when_others_have_compiled_their_shares(monkeypatch):
+def test_what_others_leave_is_compiled_when_they_have_ended(monkeypatch):
     log: list[str] = []
-    shares = []
 
-    @contextlib.contextmanager
-    def compiling(device, calls, share=(0, 1)):
-        shares.append((len(list(calls)), share))
-        yield
+    def compile(specs, share=(0, 1), progress=None):
+        log.append(f"compile {len(specs)} {share}")
 
-    monkeypatch.setattr(dispatch, "compiling", compiling)
+    monkeypatch.setattr(dispatch, "compile", compile)
     todo = list(module.forms(*WHAT))
-    served = module.run(todo, CPU, log.append, [Other(log), Other(log)])
-    assert shares == [(len(todo), (0, 3)), (len(todo), (0, 1))]
+    served = module.run(todo, CPU, None, [Other(log), Other(log)])
     ends = [f"wait {module.PATIENCE} s", "kill"]
-    waits = [line for i in (2, 3) for line in (f"compiling, process {i} of 3", *ends)]
-    assert log == ["compiling, process 1 of 3", *waits, *(form.name for form in todo)]
+    n = len(todo)
+    assert log == [f"compile {n} (0, 3)", *ends, *ends, f"compile {n} (0, 1)"]
     assert [name for name, _ in served] == [form.name for form in todo]
 
 
@@ -111,13 +103,11 @@ def started(monkeypatch: pytest.MonkeyPatch, make) -> list:
 
 
 def test_others_compile_a_share_each_and_run_nothing(monkeypatch, tmp_path):
-    @contextlib.contextmanager
-    def compiling(device, calls, share):
-        (tmp_path / str(share)).write_text(f"{device} {len(list(calls))}")
+    def compile(specs, share):
+        (tmp_path / str(share)).write_text(f"{specs[0].device} {len(specs)}")
         sys.stderr.write("said by another process")
-        yield
 
-    monkeypatch.setattr(dispatch, "compiling", compiling)
+    monkeypatch.setattr(dispatch, "compile", compile)
     todo = list(module.forms(*WHAT))
     others = started(monkeypatch, lambda: (todo, torch.device("cuda")))
     for other in others:

@@ -106,7 +106,9 @@ class Choice:
         chosen = self
         for i in self.aligned:
             if tensors[i].data_ptr() % 16:
-                chosen = self._for_addresses(misplaced(self.spec, tensors))
+                names = self.spec.TENSORS
+                where = (names[j] for j in self.aligned if tensors[j].data_ptr() % 16)
+                chosen = self._for_addresses(tuple(where))
                 break
         if chosen.warning is not None and (self.spec.op, chosen.warning) not in _warned:
             _warned.add((self.spec.op, chosen.warning))

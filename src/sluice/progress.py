@@ -50,7 +50,7 @@ def _lines() -> Callable[[str, int, int], None]:
     begin = time.monotonic()
 
     def line(step: str, done: int, total: int) -> None:
-        text = f"[{min(done + 1, total)}/{total}] {time.monotonic() - begin:4.0f} s  {step}"
+        text = f"[{min(done + 1, total)}/{total}] {step} ({time.monotonic() - begin:.0f} s)"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
     return line

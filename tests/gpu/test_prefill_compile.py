@@ -23,8 +23,16 @@ pytestmark = [
 
 HEADS, K = (2, 4), 128
 PLANS = {
-    "sm_90": {"narrow": prefill.Plan(0, 64, 8, 3), "split": prefill.Plan(1216, 128, 8, 3)},
-    "gfx942": {"narrow": prefill.Plan(0, 32, 4, 1), "split": prefill.Plan(1216, 32, 4, 1)},
+    "sm_90": {
+        "narrow": prefill.Plan(0, 64, 8, 3),
+        "split": prefill.Plan(1216, 128, 8, 3),
+        "16 columns": prefill.Plan(0, 16, 4, 2),
+    },
+    "gfx942": {
+        "narrow": prefill.Plan(0, 32, 4, 1),
+        "split": prefill.Plan(1216, 32, 4, 1),
+        "16 columns": prefill.Plan(0, 16, 4, 1),
+    },
 }
 SPILLS = {
     "prefill_inverse_kernel": 160,
@@ -34,8 +42,10 @@ SPILLS = {
 }
 SPILLS_HARD = {"prefill_state_kernel": 656, "prefill_segments_kernel": 104}
 SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 800}
+SPILLS_256_HARD = {"prefill_state_kernel": 928}
 """Bytes of stack per thread: in general; in kernels for programs with hard chunks (mostly between
-their two loops, see below); and with keys of 256, twice the width that registers suffice for."""
+their two loops, see below); with keys of 256, twice the width that registers suffice for; and with
+such keys in 64 columns on Hopper, in the kernel for hard chunks."""
 
 
 def call(
@@ -66,6 +76,7 @@ CALLS = {
     "split, float16": ("split", functools.partial(call, dtype=torch.float16)),
     "split, no beta": ("split", functools.partial(call, "gated")),
     "keys of 256": (None, functools.partial(call, raw=True, K=256)),
+    "keys of 256, 16 columns": ("16 columns", functools.partial(call, raw=True, K=256)),
     "per key": (None, functools.partial(call, per_key=True)),
     "per key, raw": (None, functools.partial(call, per_key=True, raw=True)),
     "per key, no beta": (None, functools.partial(call, "gated", per_key=True)),
@@ -90,7 +101,9 @@ def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
     for launch in launches(name, target):
         used, kernel = resources(compile_for(launch, target)), launch.kernel.__name__
         allowed = SPILLS | (SPILLS_HARD if launch.arguments.get("HARD") else {})
-        allowed |= SPILLS_256 if name == "keys of 256" else {}
+        allowed |= SPILLS_256 if name.startswith("keys of 256") else {}
+        if launch.arguments.get("HARD") and launch.arguments["BLOCK_V"] == 64 and "256" in name:
+            allowed |= SPILLS_256_HARD
         assert used.spills <= allowed.get(kernel, 32), f"{kernel}: {used}"
         assert used.shared <= 1024 * SHARED[target], f"{kernel}: {used}"
 

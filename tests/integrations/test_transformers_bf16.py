@@ -31,7 +31,7 @@ from tests.models import (
 from tests.rounding import as_good, errors, forced, near_best
 from tests.suite import DEVICE
 
-from sluice import dispatch
+from sluice import calls, dispatch
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch
 from sluice.testing.compare import assert_same_bits
 
@@ -78,19 +78,21 @@ def models(request):
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
     """(operator, backend) of each call; every backend must have kernels for the device."""
-    calls, select = set(), dispatch.select
+    seen, choose = set(), dispatch.choose
 
-    def listed(problem, backend=None):
-        assert problem.device.type == DEVICE
-        assert problem.dtype == torch.bfloat16
-        calls.add((problem.op, dispatch.explain_problem(problem, backend).chosen))
-        return select(problem, backend)
+    def listed(spec, *options):
+        assert spec.device.type == DEVICE
+        assert spec.dtype == torch.bfloat16
+        choice = choose(spec, *options)
+        seen.add((spec.op, choice.explanation.chosen))
+        return choice
 
-    monkeypatch.setattr(dispatch, "select", listed)
+    monkeypatch.setattr(dispatch, "choose", listed)
+    calls.forget()
     with torch.no_grad():
-        yield calls
+        yield seen
     if DEVICE == "cuda" or dispatch.unavailable("cpu") is None:
-        assert {backend for _, backend in calls} <= FASTEST, calls
+        assert {backend for _, backend in seen} <= FASTEST, seen
 
 
 def unpadded(ids, mask):

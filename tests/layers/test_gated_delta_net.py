@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import library
+from sluice import calls
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.integrations.transformers import plain_torch
 from sluice.layers import (
@@ -223,12 +223,13 @@ def test_bfloat16_is_within_rounding_of_the_float32_layer_row_27(family):
 def test_q_and_k_are_never_repeated_to_the_value_heads_row_27():
     layer = random_layer(small(HK=2, r=3))
     conv, state = layer.zero_states(1)
-    with library.probing() as problems:
+    with calls.check_only() as checked:
         layer(hidden(1, 20), conv_state=conv, state=state)
         layer(hidden(1, 1), conv_state=conv, state=state)
-    heads = {p.op: (p.HK, p.HV) for p in problems if p.op != "rms_norm_gated"}
+    specs = {spec.op: spec for spec, _ in checked}
+    heads = {op: (s.HK, s.HV) for op, s in specs.items() if op != "rms_norm_gated"}
     assert heads == {"conv_qkv": (2, 6), "prefill": (2, 6), "step": (2, 6)}
-    assert next(p for p in problems if p.op == "prefill").HQ == 2
+    assert specs["prefill"].HQ == 2
 
 
 def test_the_sigmoid_gate_of_qwen4_exp_equals_transformers():
@@ -293,9 +294,9 @@ def test_every_preset_makes_a_layer(name, tp):
     shape = preset(name, tp)
     assert layer.out_proj.weight.shape == (shape.hidden, shape.num_v_heads * 128)
     assert layer.conv1d.weight.shape == (shape.conv_channels, 1, 4)
-    with library.probing() as problems:
+    with calls.check_only() as checked:
         layer(torch.empty(1, 9, shape.hidden, device="meta"))
-    assert [p.op for p in problems] == ["conv_qkv", "prefill", "rms_norm_gated"]
+    assert [spec.op for spec, _ in checked] == ["conv_qkv", "prefill", "rms_norm_gated"]
 
 
 @pytest.mark.parametrize("order", ["split", "interleaved"])

@@ -30,7 +30,9 @@ class Fields:
         " counters"  # the address of the counters
         " trusted"  # whether values need no look
         " crowd"  # the address of what is known of busy neighbours
-        " done_at work"  # when the calling thread found no task left; the last call's work
+        " clock"  # the address of clock_gettime
+        " done_at"  # when the calling thread found no task left
+        " alone work"  # how long it took one thread; what the last team's threads took together
     )
 
     def __init__(self, name: str, addresses: str, ints: str = "", floats: str = "") -> None:

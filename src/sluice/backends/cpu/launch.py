@@ -103,6 +103,7 @@ def bind_fields(
             "parallel": threads.parallel,
             "identify": threads.identify,
             "crowd": threads.CROWD_ADDRESS,
+            "clock": threads.clock,
         }
         return Block(fields.pack({**values, **share(team), **head}), fields.offset, team)
 

@@ -46,18 +46,19 @@ def fetch_add(typingctx, address):
 
 
 @intrinsic
-def nanoseconds(typingctx):
-    """The time on a clock that never goes back."""
+def nanoseconds(typingctx, clock):
+    """The time on a clock that never goes back, from the ``clock_gettime`` at an address."""
 
     def codegen(context, builder, sig, args):
-        clock = c_function(builder, "clock_gettime", i32, [i32, i64.as_pointer()])
+        function = ir.FunctionType(i32, [i32, i64.as_pointer()]).as_pointer()
         with builder.goto_entry_block():
             timespec = builder.alloca(i64, 2)
+        clock = builder.inttoptr(args[0], function)
         builder.call(clock, [i32(time.CLOCK_MONOTONIC), timespec])
         seconds, rest = (builder.load(builder.gep(timespec, [i64(i)])) for i in range(2))
         return builder.add(builder.mul(seconds, i64(1_000_000_000)), rest)
 
-    return types.int64(), codegen
+    return types.int64(types.int64), codegen
 
 
 @intrinsic

@@ -13,9 +13,9 @@ a smaller team leaves out, and torch's next operator would have to make them ane
 
 **A busy neighbour.** ``GOMP_parallel`` returns when every thread of the team has come back, also
 one that the operating system has put aside for another process and that found no task left. So the
-calling thread measures how long it waited after the last task. A wait that is out of proportion
-halves the team for the calls that follow, for a pause after which a larger one is tried. Calls that
-take much longer than that wait keep the whole team.
+calling thread measures how long it waited after the last task, and keeps a balance of the time that
+teams save and lose. When the balance is negative, teams are halved for a pause, after which larger
+ones are tried. Calls whose work is long keep the whole team.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ COUNTER_BYTES = 64
 """Every counter has a cache line of its own."""
 
 LONG_WAIT = 100_000
-"""Nanoseconds: a longer wait, if it is longer than the work too, is out of proportion."""
-LONG_WORK = 2
-"""A call that takes one thread this many times as long as the wait keeps the whole team: it would
-lose more without it."""
-PAUSE_PER_WAIT = 16
-"""A pause is at least this many times as long as the wait before it, which so costs 1/16 of the
-time at most. It doubles each time that more threads do not go well again soon."""
+"""Nanoseconds: a longer wait counts as a loss."""
+LONG_WORK = 8_000_000
+"""Nanoseconds of one thread: a call with more work neither has smaller teams nor is judged. A team
+saves it more than it can lose while a thread is put aside once."""
+MOST_SAVED = 4_000_000
+"""Nanoseconds: the balance does not exceed this, so that a neighbour who comes is soon noticed."""
+PAUSE_PER_LOSS = 16
+"""A pause is at least this many times as long as the loss before it, which so costs 1/16 of the
+time at most. It doubles each time that larger teams do not go well for as long as the last one."""
 LONGEST_PAUSE = 1_000_000_000
 """Nanoseconds."""
 
-crowd = struct_view("crowd", "limit until pause wait long_wait")
+crowd = struct_view("crowd", "limit until pause saved")
 """What is known of busy neighbours: how large teams are (0: no limit), until when, how long that
-pause is, and the wait that led to it. ``long_wait`` is ``LONG_WAIT``, which tests change."""
-CROWD = (ctypes.c_int64 * 5)(0, 0, 0, 0, LONG_WAIT)
+pause is, and the balance."""
+CROWD = (ctypes.c_int64 * 4)()
 """The one record of the process. Threads write it without a lock: at worst a limit is lost."""
 CROWD_ADDRESS = ctypes.addressof(CROWD)
 
@@ -84,6 +86,8 @@ parallel = 0 if _openmp is None else _address(_openmp.GOMP_parallel)
 """The address of ``GOMP_parallel``, 0 without a runtime."""
 identify = 0 if _openmp is None else _address(_openmp.omp_get_thread_num)
 """The address of a function that numbers the threads of a team, 0 without a runtime."""
+clock = _address(ctypes.CDLL(None).clock_gettime)
+"""The address of ``clock_gettime``."""
 
 
 def python_threads(function: Callable[[int], Any], where: int, count: int) -> None:
@@ -102,48 +106,59 @@ def python_threads(function: Callable[[int], Any], where: int, count: int) -> No
 @jit
 def run_tasks(p, block):
     """Let threads call the worker until all tasks are done."""
-    begin = nanoseconds()
+    begin = nanoseconds(p.clock)
     team = _team_now(p, begin)
-    threads = min(team, p.tasks)
-    p.threads = threads
-    for i in range(threads + 1):
+    p.threads = min(team, p.tasks)
+    for i in range(p.threads + 1):
         write_int(p.counters + COUNTER_BYTES * i, 0)
-    if threads == 1:
+    if p.threads == 1:
         call_worker(p.worker, block)
-        p.work = nanoseconds() - begin
+        took = nanoseconds(p.clock) - begin
+        p.alone = took if p.alone == 0 else min(took, p.alone + p.alone // 16)
         return DONE
     if p.parallel == 0:
         return ASK_PYTHON
     p.done_at = begin
     call_parallel(p.parallel, p.worker, block, team)
-    _judge(p, team, begin, nanoseconds())
+    _judge(p, team, begin, nanoseconds(p.clock))
     return DONE
 
 
 @jit
 def _team_now(p, now):
     """How many threads this call's team has: torch's number, or fewer in a pause."""
-    c = crowd(p.crowd)
-    if c.limit == 0 or p.team <= c.limit or p.work > LONG_WORK * c.wait:
+    c, alone = crowd(p.crowd), _time_alone(p)
+    if c.limit == 0 or p.team <= c.limit or alone == 0 or alone > LONG_WORK:
         return p.team
     return c.limit if now < c.until else min(p.team, 2 * c.limit)
 
 
 @jit
+def _time_alone(p):
+    """How long calls like this take one thread: measured, or estimated, or 0 if it is the first."""
+    return p.alone if p.alone != 0 else p.work
+
+
+@jit
 def _judge(p, team, begin, end):
-    """Look at how long the calling thread waited for others, and set or lift the limit."""
-    c = crowd(p.crowd)
-    wait, work = end - p.done_at, p.done_at - begin
-    p.work = work * p.threads
-    if wait > c.long_wait and wait > work:
-        pause = PAUSE_PER_WAIT * wait
-        if begin - c.until < c.pause:  # it did not go well for as long as the last pause
+    """Count what a team saved or lost, and set or lift the limit."""
+    p.work = (p.done_at - begin) * p.threads
+    c, alone = crowd(p.crowd), _time_alone(p)
+    if alone > LONG_WORK:
+        return
+    saved = alone - (end - begin)
+    if end - p.done_at <= LONG_WAIT:
+        saved = max(saved, 0)
+    c.saved = min(c.saved + saved, MOST_SAVED)
+    if c.saved < 0:
+        pause = -PAUSE_PER_LOSS * c.saved
+        if begin - c.until < c.pause:
             pause = max(pause, 2 * c.pause)
         c.pause = min(pause, LONGEST_PAUSE)
         c.until = end + c.pause
-        c.wait = wait
         c.limit = max(team // 2, 1)
-    elif wait <= c.long_wait and c.limit != 0 and team > c.limit and begin >= c.until:
+        c.saved = 0
+    elif c.limit != 0 and team > c.limit:
         c.limit = team if team < p.team else 0
 
 
@@ -161,7 +176,7 @@ def tasks_of(p):
             yield task
             task = _claim(p, part)
     if own == 0 and p.threads > 1:  # the first of the team is the thread that made the call
-        p.done_at = nanoseconds()
+        p.done_at = nanoseconds(p.clock)
 
 
 @jit

@@ -56,9 +56,13 @@ def unavailable() -> str | None:
     found = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if found < OLDEST:
         return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {triton.__version__}"
-    if not interpreted() and not torch.cuda.is_available():
+    if interpreted():
+        return None
+    if not torch.cuda.is_available():
         return "no CUDA device"
-    return None
+    from sluice.backends.triton import triton_private
+
+    return triton_private.missing()
 
 
 def kernel_calls(

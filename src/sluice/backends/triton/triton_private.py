@@ -17,6 +17,8 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
+PARAMETER = ("name", "is_constexpr", "do_not_specialize", "do_not_specialize_on_alignment")
+"""What a kernel says of each of its ``params``."""
 _knobs = getattr(triton, "knobs", None)
 _runtime, _compilation = (getattr(_knobs, name, None) for name in ("runtime", "compilation"))
 _set_runtime, _set_compilation = (getattr(x, "__dict__", {}) for x in (_runtime, _compilation))
@@ -27,6 +29,20 @@ _called = [
     for name in ("launch_enter_hook", "launch_exit_hook")
     if hasattr(chain := getattr(_runtime, name, None), "calls")
 ]
+
+
+@triton.jit
+def _kernel(x_ptr):
+    """One of whose parameters is looked at."""
+
+
+def missing() -> str | None:
+    """What kernels of this Triton do not say of their parameters; None if they say all."""
+    params = getattr(_kernel, "params", ())
+    lacking = [name for name in PARAMETER if not params or not hasattr(params[0], name)]
+    if not lacking:
+        return None
+    return f"Triton {triton.__version__} does not say {', '.join(lacking)} of a kernel's parameters"
 
 
 def launches_itself(kernel: Any) -> bool:
