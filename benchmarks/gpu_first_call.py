@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_first_call.py [--model Qwen3.5-35B-A3B] [--tp 1]
 
 Each operator in a process of its own with an empty cache, ``--jobs`` of them at a time: the import,
-the first call (compiling included), the second. The calls are of the forms of ``sluice warmup``.
+the first call (compiling included), the second. The calls are those of ``sluice warmup``.
 """
 # ruff: noqa: T201
 
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,20 +21,19 @@ from typing import Any
 def once(model: str, tp: int, name: str, cache: str) -> None:
     """In the process of its own."""
     begin = time.perf_counter()
-    import importlib
-
     import torch
     import triton
 
     import sluice
     from sluice.layers.qwen import preset
+    from sluice.model_calls import ModelCalls
 
     triton.knobs.cache.dir = cache
-    warmup = importlib.import_module("sluice.warmup")  # the module, not the function
     torch.zeros(1, device="cuda")
     imported = time.perf_counter()
-    forms = warmup.Forms(preset(model, tp), torch.device("cuda"), warmup.Kinds())
-    operator, (arguments, options) = getattr(sluice, name.split()[0]), CALLS[name](forms)
+    op, *sizes = CALLS[name]
+    call = ModelCalls(preset(model, tp), device="cuda").call(op, "", *sizes)
+    operator, (arguments, options) = getattr(sluice, op), call.make()
     times = []
     for _ in range(2):
         torch.cuda.synchronize()
@@ -46,16 +44,16 @@ def once(model: str, tp: int, name: str, cache: str) -> None:
     print(f"{name:24} {imported - begin:8.2f} {times[0]:8.2f} {times[1]:10.5f}", flush=True)
 
 
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "decode 1 x 1": lambda forms: forms.decode(1, 1),
-    "step 1 x 1": lambda forms: forms.step(1, 1, pooled=True),
-    "verify 8 x 4": lambda forms: forms.verify(8, 4),
-    "commit 8 x 4": lambda forms: forms.commit(8, 4),
-    "causal_conv1d packed": lambda forms: forms.causal_conv1d(1, 130, packed=True),
-    "conv_qkv packed": lambda forms: forms.conv_qkv(1, 130, packed=True),
-    "rms_norm_gated": lambda forms: forms.rms_norm_gated(130),
-    "prefill packed 1 x 130": lambda forms: forms.prefill(1, 130, packed=True),
-    "prefill packed 1 x 16384": lambda forms: forms.prefill(1, 16384, packed=True),
+CALLS: dict[str, tuple[Any, ...]] = {
+    "decode 1 x 1": ("decode", 1, 1),
+    "step 1 x 1": ("step", 1, 1, True),
+    "verify 8 x 4": ("verify", 8, 4),
+    "commit 8 x 4": ("commit", 8, 4),
+    "causal_conv1d packed": ("causal_conv1d", 1, 130, True),
+    "conv_qkv packed": ("conv_qkv", 1, 130, True),
+    "rms_norm_gated": ("rms_norm_gated", 130),
+    "prefill packed 1 x 130": ("prefill", 1, 130, True),
+    "prefill packed 1 x 16384": ("prefill", 1, 16384, True),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import sluice
 from sluice.testing import inputs as draw
 from sluice.testing import oracle
+from sluice.testing.case import Case
 from tests.suite import DEVICE
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,6 +67,24 @@ class Shape:
     def qkv(self) -> tuple[int, int, int]:
         """Channels of each section."""
         return self.Hk * self.K, self.Hk * self.K, self.Hv * self.V
+
+    def case(self, op: str, N: int, T: int, seed: int) -> Case:
+        """N sequences of T tokens, row i in slot i; ``verify`` accepts any number of them."""
+        rule, neg_eigval = "gated_delta", self.neg_eigval
+        if op in ("prefill", "decode", "verify"):
+            gated = "" if self.decay == "none" else "gated"
+            rule = "_".join(filter(None, (gated, "delta" if self.delta else ""))) or "linear"
+            neg_eigval = self.neg_eigval and self.raw_gates and self.delta
+        accepted = torch.randint(T + 1, (N,), generator=draw.generator(seed)).tolist()
+        return Case(
+            f"calls/{op}", op, Hk=self.Hk, Hv=self.Hv, Hq=self.Hq, K=self.K, V=self.V, batch=N,
+            tokens=T, rule=rule, per_key=self.decay == "key", raw=self.raw_gates,
+            neg_eigval=neg_eigval, normalize=self.normalize, keys=self.keys, gates=self.gates,
+            state="rows", state_dtype=self.state_dtype, state_layout=self.state_layout, W=self.W,
+            columns=self.W - 1 + self.spare, with_conv=op == "verify", bias=self.bias,
+            accepted=accepted, activation=self.activation, order=self.order,
+            index_dtype=torch.int64,
+        )  # fmt: skip
 
 
 def shapes(**fixed: Any) -> st.SearchStrategy[Shape]:
@@ -178,18 +197,16 @@ class Call:
         )
 
 
+ROWS = ("q", "k", "v", "g", "beta", "x", "z", "a", "b", "qkvz", "ba", "conv_inputs", "num_accepted")
+
+
 def make(op: str, shape: Shape, N: int, T: int, seed: int = 0, P: int | None = None) -> Call:
     """A call of ``op`` with N sequences of T tokens, row i in slot i of P."""
-    make_one = {"rms_norm_gated": _norm, "step": _step, "causal_conv1d": _conv, "conv_qkv": _conv}
-    gen = draw.generator(seed)
-    rows, fixed, pools = make_one.get(op, _delta)(op, shape, N, T, gen, N if P is None else P)
-    placed = {"rows": {n: _place(n, x, shape) for n, x in rows.items()}}
-    placed["fixed"] = {n: _place(n, x, shape) for n, x in fixed.items()}
-    if "state" in pools and op in ("causal_conv1d", "conv_qkv"):
-        placed["pools"] = {"state": pools["state"].to(DEVICE, shape.dtype)}
-    else:
-        placed["pools"] = {n: _place(n, x, shape) for n, x in pools.items()}
-    return Call(op, shape=shape, **placed)
+    P = N if P is None else P
+    given = shape.case(op, max(N, P), T, seed).inputs(shape.dtype, DEVICE, seed)
+    pools = {n: given.pop(n)[:P].clone() for n in ("state", "conv_state") if n in given}
+    rows = {n: given.pop(n)[:N] for n in ROWS if n in given}
+    return Call(op, rows=rows, fixed=given, pools=pools, shape=shape)
 
 
 # ------------------------------------------------------------------------------------- serving
@@ -237,85 +254,6 @@ def spread(gen_seed: int, P: int, n: int, first: int = 0) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------ the parts
-
-
-def _delta(op: str, s: Shape, N: int, T: int, gen: torch.Generator, P: int) -> Any:
-    q, k = draw.keys(gen, N, T, s.Hq, s.K), draw.keys(gen, N, T, s.Hk, s.K, s.keys)
-    if s.normalize:
-        q, k = (x * (0.5 + 3 * draw.uniform(gen, *x.shape[:3], 1)) for x in (q, k))
-    rows: dict[str, Any] = {"q": q, "k": k, "v": draw.normal(gen, N, T, s.Hv, s.V)}
-    fixed: dict[str, Any] = {"normalize_qk": s.normalize, "state_layout": s.state_layout}
-    a = draw.raw_decay(gen, N, T, s.Hv, s.gates, s.K if s.decay == "key" else None)
-    b = draw.raw_beta(gen, N, T, s.Hv)
-    if s.decay != "none":
-        rows["g"] = a["a"] if s.raw_gates else draw.decay(**a)
-    if s.delta:
-        rows["beta"] = b if s.raw_gates else b.sigmoid()
-    if s.raw_gates:
-        fixed |= {"A_log": a["A_log"], "dt_bias": a["dt_bias"]}
-        fixed["neg_eigval"] = s.neg_eigval and s.delta
-    state = draw.recurrent_state(gen, P, s.Hv, s.V, s.K)
-    pools = {"state": state if s.state_layout == "vk" else state.mT.contiguous()}
-    if op == "verify":
-        rows["num_accepted"] = torch.randint(T + 1, (N,), generator=gen)
-        rows["conv_inputs"] = draw.normal(gen, N, T, s.D)
-        pools["conv_state"] = draw.normal(gen, P, s.D, s.W - 1 + s.spare)
-    return rows, fixed, pools
-
-
-def _conv(op: str, s: Shape, N: int, T: int, gen: torch.Generator, P: int) -> Any:
-    rows: dict[str, Any] = {"x": draw.normal(gen, N, T, s.D)}
-    fixed = {"activation": s.activation, **_conv_weights(s, gen, "")}
-    if op == "conv_qkv":
-        raw = draw.raw_decay(gen, N, T, s.Hv, s.gates)
-        rows |= {"a": raw["a"], "b": draw.raw_beta(gen, N, T, s.Hv)}
-        fixed |= {"A_log": raw["A_log"], "dt_bias": raw["dt_bias"], "neg_eigval": s.neg_eigval}
-        fixed |= {"num_k_heads": s.Hk, "num_v_heads": s.Hv, "head_k_dim": s.K, "head_v_dim": s.V}
-        fixed["normalize_qk"] = s.normalize
-    return rows, fixed, {"state": draw.normal(gen, P, s.D, s.W - 1 + s.spare)}
-
-
-def _norm(op: str, s: Shape, N: int, T: int, gen: torch.Generator, P: int) -> Any:
-    rows = {name: draw.normal(gen, N, T, s.Hv, s.V) for name in ("x", "z")}
-    return rows, {"weight": 1 + 0.2 * draw.normal(gen, s.V)}, {}
-
-
-def _step(op: str, s: Shape, N: int, T: int, gen: torch.Generator, P: int) -> Any:
-    raw = draw.raw_decay(gen, N, T, s.Hv, s.gates)
-    rows = {
-        "qkvz": draw.normal(gen, N, T, s.D + s.Hv * s.V),
-        "ba": draw.normal(gen, N, T, 2 * s.Hv),
-    }
-    fixed = {"A_log": raw["A_log"], "dt_bias": raw["dt_bias"], **_conv_weights(s, gen, "conv_")}
-    fixed |= {"norm_weight": 1 + 0.2 * draw.normal(gen, s.V), "order": s.order}
-    fixed |= {"conv_activation": s.activation, "normalize_qk": s.normalize}
-    fixed |= {"neg_eigval": s.neg_eigval, "state_layout": s.state_layout}
-    state = draw.recurrent_state(gen, P, s.Hv, s.V, s.K)
-    window = draw.normal(gen, P, s.D, s.W - 1 + s.spare)
-    return (
-        rows,
-        fixed,
-        {
-            "conv_state": window,
-            "state": state if s.state_layout == "vk" else state.mT.contiguous(),
-        },
-    )
-
-
-def _conv_weights(s: Shape, gen: torch.Generator, prefix: str) -> dict[str, Any]:
-    weight, bias = draw.normal(gen, s.D, s.W) / s.W**0.5, draw.normal(gen, s.D)
-    return {f"{prefix}weight": weight, f"{prefix}bias": bias if s.bias else None}
-
-
-def _place(name: str, x: Any, shape: Shape) -> Any:
-    """Move to the device: gates in float32, states in the state dtype, the rest in the dtype."""
-    if not isinstance(x, Tensor):
-        return x
-    if name == "num_accepted":
-        return x.to(DEVICE)
-    dtype = shape.state_dtype if name == "state" else shape.dtype
-    wide = name in ("A_log", "dt_bias") or (name in ("g", "beta") and not shape.raw_gates)
-    return x.to(DEVICE, torch.float32 if wide else dtype)
 
 
 def _at(x: Any, where: Any) -> Any:

@@ -168,9 +168,9 @@ def test_a_wait_that_teams_have_paid_for_is_no_reason(team):
     assert threads.CROWD[LIMIT] == 1
 
 
-def test_a_short_wait_is_no_loss(team):
+def test_a_short_delay_is_no_loss(team):
     run = _first_case("decode")
-    team.wait = threads.LONG_WAIT // 2
+    team.wait = threads.LONG_DELAY // 2
     for _ in range(10):
         run()
     assert threads.CROWD[LIMIT] == 0

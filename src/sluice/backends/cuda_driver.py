@@ -1,9 +1,8 @@
 """Kernels through the CUDA driver: load machine code, keep its parameters ready, launch it.
 
-A launch needs its addresses and a stream; everything else lies ready in memory. That takes the
-host 4 to 5 µs where Triton's own launcher takes 20 to 60, and it needs neither Triton nor a C
-compiler. ``ctypes`` is enough: one call into the driver per launch, and one more for each TMA
-descriptor whose address has changed.
+A launch needs its addresses and a stream; everything else lies ready in memory. It needs neither
+Triton nor a C compiler. ``ctypes`` is enough: one call into the driver per launch, and one more for
+each TMA descriptor whose address has changed (docs/kernels/launch.md).
 """
 
 from __future__ import annotations

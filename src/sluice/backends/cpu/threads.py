@@ -12,10 +12,10 @@ A team is as large as torch's teams are, also where there are fewer tasks: OpenM
 a smaller team leaves out, and torch's next operator would have to make them anew.
 
 **A busy neighbour.** ``GOMP_parallel`` returns when every thread of the team has come back, also
-one that the operating system has put aside for another process and that found no task left. So the
-calling thread measures how long it waited after the last task, and keeps a balance of the time that
-teams save and lose. When the balance is negative, teams are halved for a pause, after which larger
-ones are tried. Calls whose work is long keep the whole team.
+one that the operating system has put aside for another process and that has no task left. So the
+calling thread measures what a call takes, with a team and alone, and keeps a balance of the time
+that teams save and lose. When the balance is negative, teams are halved for a pause, after which
+larger ones are tried. Calls whose work is long keep the whole team.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from sluice.backends.cpu.struct_view import struct_view
 COUNTER_BYTES = 64
 """Every counter has a cache line of its own."""
 
-LONG_WAIT = 100_000
-"""Nanoseconds: a longer wait counts as a loss."""
+LONG_DELAY = 100_000
+"""Nanoseconds: a team that takes so much longer than one thread has lost time."""
 LONG_WORK = 8_000_000
 """Nanoseconds of one thread: a call with more work neither has smaller teams nor is judged. A team
 saves it more than it can lose while a thread is put aside once."""
@@ -113,8 +113,7 @@ def run_tasks(p, block):
         write_int(p.counters + COUNTER_BYTES * i, 0)
     if p.threads == 1:
         call_worker(p.worker, block)
-        took = nanoseconds(p.clock) - begin
-        p.alone = took if p.alone == 0 else min(took, p.alone + p.alone // 16)
+        p.alone = _usual(p.alone, nanoseconds(p.clock) - begin)
         return DONE
     if p.parallel == 0:
         return ASK_PYTHON
@@ -134,6 +133,12 @@ def _team_now(p, now):
 
 
 @jit
+def _usual(before, now):
+    """What a call takes if nothing delays it: the least so far, and slowly more if need be."""
+    return now if before == 0 else min(now, before + before // 16)
+
+
+@jit
 def _time_alone(p):
     """How long calls like this take one thread: measured, or estimated, or 0 if it is the first."""
     return p.alone if p.alone != 0 else p.work
@@ -142,12 +147,12 @@ def _time_alone(p):
 @jit
 def _judge(p, team, begin, end):
     """Count what a team saved or lost, and set or lift the limit."""
-    p.work = (p.done_at - begin) * p.threads
+    p.work = _usual(p.work, (p.done_at - begin) * p.threads)
     c, alone = crowd(p.crowd), _time_alone(p)
     if alone > LONG_WORK:
         return
     saved = alone - (end - begin)
-    if end - p.done_at <= LONG_WAIT:
+    if saved > -LONG_DELAY:
         saved = max(saved, 0)
     c.saved = min(c.saved + saved, MOST_SAVED)
     if c.saved < 0:
