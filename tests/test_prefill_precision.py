@@ -72,8 +72,9 @@ def bfloat16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
-    monkeypatch.setattr(backend, "refuse", lambda problem: None)
+    monkeypatch.setattr(backend, "refuse", lambda spec: None)
     yield
+    calls.forget()  # what was bound although the backend refuses it
 
 
 @pytest.mark.usefixtures("bfloat16_in_the_interpreter")

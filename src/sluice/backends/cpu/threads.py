@@ -46,7 +46,7 @@ LONG_DELAY = 100_000
 LONG_WORK = 8_000_000
 """Nanoseconds of one thread: a call with more work neither has smaller teams nor is judged. A team
 saves it more than it can lose while a thread is put aside once."""
-MOST_SAVED = 4_000_000
+MOST_SAVED = 50_000_000
 """Nanoseconds: the balance does not exceed this, so that a neighbour who comes is soon noticed."""
 PAUSE_PER_LOSS = 16
 """A pause is at least this many times as long as the loss before it, which so costs 1/16 of the
