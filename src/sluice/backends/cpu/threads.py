@@ -48,6 +48,9 @@ LONG_WORK = 8_000_000
 saves it more than it can lose while a thread is put aside once."""
 MOST_SAVED = 50_000_000
 """Nanoseconds: the balance does not exceed this, so that a neighbour who comes is soon noticed."""
+CREDIT = 8_000_000
+"""Nanoseconds: what the balance begins with. Threads that slept need some milliseconds to wake on
+busy cores; only after that do they save time."""
 PAUSE_PER_LOSS = 16
 """A pause is at least this many times as long as the loss before it, which so costs 1/16 of the
 time at most. It doubles each time that larger teams do not go well for as long as the last one."""
@@ -57,7 +60,7 @@ LONGEST_PAUSE = 1_000_000_000
 crowd = struct_view("crowd", "limit until pause saved")
 """What is known of busy neighbours: how large teams are (0: no limit), until when, how long that
 pause is, and the balance."""
-CROWD = (ctypes.c_int64 * 4)()
+CROWD = (ctypes.c_int64 * 4)(0, 0, 0, CREDIT)
 """The one record of the process. Threads write it without a lock: at worst a limit is lost."""
 CROWD_ADDRESS = ctypes.addressof(CROWD)
 
@@ -156,13 +159,13 @@ def _judge(p, team, begin, end):
         saved = max(saved, 0)
     c.saved = min(c.saved + saved, MOST_SAVED)
     if c.saved < 0:
-        pause = -PAUSE_PER_LOSS * c.saved
+        pause = PAUSE_PER_LOSS * (CREDIT - c.saved)
         if begin - c.until < c.pause:
             pause = max(pause, 2 * c.pause)
         c.pause = min(pause, LONGEST_PAUSE)
         c.until = end + c.pause
         c.limit = max(team // 2, 1)
-        c.saved = 0
+        c.saved = CREDIT
     elif c.limit != 0 and team > c.limit:
         c.limit = team if team < p.team else 0
 
