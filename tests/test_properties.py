@@ -305,12 +305,13 @@ def test_conv_qkv_is_the_convolution_then_split_norm_and_gates(backend, shape, T
     fused = make("conv_qkv", shape, 2, T, seed)
     apart = fused.copy()
     got = fused.run(backend)
-    weights = {name: apart.fixed.get(name) for name in ("weight", "bias", "activation")}
+    weights = {name: apart.fixed.get(name) for name in ("weight", "bias")}
     y, window = ask(
         "causal_conv1d",
         serving.beside(backend, "causal_conv1d"),
         apart.rows["x"],
         state=apart.pools["state"],
+        activation=shape.activation,
         **weights,
     )
     q, k, v = (x.float() for x in y.split(shape.qkv, dim=2))
