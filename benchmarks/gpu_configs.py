@@ -26,7 +26,7 @@ import triton.language as tl
 import sluice
 from sluice.backends.triton import configs
 from sluice.backends.triton.configs import ANY, KEEP, STREAM, Config, Row
-from sluice.backends.triton.math import begin
+from sluice.backends.triton.kernels.math import begin
 from sluice.calls import forget
 
 COLD = 5 * 60 * 2**20

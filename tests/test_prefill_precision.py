@@ -285,7 +285,8 @@ def cut_by_triton(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make Triton cut sequences into these segments, and look two chunks ahead where possible."""
     import triton.language as tl
 
-    from sluice.backends.triton import interpreted, prefill, prefill_chunk_loop
+    from sluice.backends.triton import interpreted, prefill
+    from sluice.backends.triton.kernels import prefill_chunk_loop
 
     plan = prefill.Plan(segment, 32, 4, 2)
     calls.forget()  # what was bound by another plan

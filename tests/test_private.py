@@ -23,7 +23,7 @@ from sluice import torch_private
 PACKAGE = Path(sluice.__file__).parent
 HOMES = {
     "torch": {"torch_private.py"},
-    "triton": {"backends/triton/triton_private.py", "backends/hopper/gluon_api.py"},
+    "triton": {"backends/triton/triton_private.py", "backends/hopper/kernels/gluon_api.py"},
 }
 """The only files that may use private names of a dependency."""
 
@@ -176,7 +176,7 @@ def test_triton_s_kernels_say_of_each_parameter_what_is_compiled(triton, private
     if importlib.import_module("sluice.backends.triton").interpreted():
         pytest.skip("kernels have no parameters in the interpreter")
     assert private.missing() is None
-    decode = importlib.import_module("sluice.backends.triton.decode").decode_kernel
+    decode = importlib.import_module("sluice.backends.triton.kernels.decode").decode_kernel
     told = {p.name: p for p in decode.params}
     assert told["BLOCK_V"].is_constexpr
     assert told["N"].do_not_specialize
@@ -189,8 +189,9 @@ def test_triton_has_a_source_for_kernels_of_both_languages(triton, private):
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    decode = importlib.import_module("sluice.backends.triton.decode").decode_kernel
-    chunks = importlib.import_module("sluice.backends.hopper.chunks_kernel").hopper_chunks_kernel
+    decode = importlib.import_module("sluice.backends.triton.kernels.decode").decode_kernel
+    hopper = importlib.import_module("sluice.backends.hopper.kernels.chunks_kernel")
+    chunks = hopper.hopper_chunks_kernel
     for kernel, kind in ((decode, ASTSource), (chunks, GluonASTSource)):
         assert type(private.source(kernel, {kernel.arg_names[0]: "*fp32"}, {}, {})) is kind
 

@@ -42,9 +42,12 @@ class Explanation:
     op: str
     chosen: str | None
     refusals: tuple[tuple[str, str], ...]
+    origin: str | None = None  # where its kernels come from, if it says so
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.chosen or 'no backend serves this call'}"]
+        if self.origin is not None:
+            lines[0] += f" ({self.origin})"
         return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.refusals])
 
     __repr__ = __str__
@@ -92,7 +95,7 @@ class Choice:
         module = _module(explanation.chosen)
         self.launch: Launch = module.bind(spec)
         self.warning = None if backend is not None else _warning(spec, explanation)
-        self.aligned = [spec.TENSORS.index(name) for name in getattr(module, "ALIGNED", ())]
+        self.aligned = [spec.TENSORS.index(name) for name in _aligned(module, spec)]
         self.check_values = check_values
         sees_values = spec.device.type == "cpu" and not getattr(module, "CHECKS_VALUES", False)
         self.always_checks = sees_values and check_values is not None
@@ -159,7 +162,8 @@ def explain(
             chosen = name
         else:
             refusals.append((name, f"serves this too; {chosen} comes first"))
-    return Explanation(spec.op, chosen, tuple(refusals))
+    say = None if briefly or chosen is None else getattr(_module(chosen), "origin", None)
+    return Explanation(spec.op, chosen, tuple(refusals), None if say is None else say(spec))
 
 
 def _warning(spec: Spec, explanation: Explanation) -> str | None:
@@ -188,10 +192,16 @@ def refusal(name: str, spec: Spec, misplaced: Sequence[str] = ()) -> str | None:
         return f"runs on {', '.join(module.DEVICES)}, not on {spec.device.type}"
     reason: str | None = module.refuse(spec)
     if reason is None:
-        for tensor in getattr(module, "ALIGNED", ()):
+        for tensor in _aligned(module, spec) if misplaced else ():
             if tensor in misplaced:
                 return f"needs {tensor} to begin at a multiple of 16 bytes"
     return reason
+
+
+def _aligned(module: ModuleType, spec: Spec) -> Sequence[str]:
+    """Tensors whose addresses a backend needs to be multiples of 16 bytes."""
+    names: Sequence[str] = module.aligned(spec) if hasattr(module, "aligned") else ()
+    return names
 
 
 def unavailable(name: str) -> str | None:
@@ -211,6 +221,15 @@ def served(name: str) -> tuple[str, ...]:
 def devices(name: str) -> tuple[str, ...]:
     """The device types a backend runs on."""
     return tuple(_module(name).DEVICES)
+
+
+def notes(name: str) -> Sequence[str]:
+    """What else a backend has to say of this machine, for ``doctor``."""
+    try:
+        say = getattr(_module(name), "notes", None)
+    except Exception:  # ``unavailable`` says why
+        return ()
+    return () if say is None else say()
 
 
 def compile(

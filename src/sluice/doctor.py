@@ -65,10 +65,12 @@ def doctor(device: str | None = None) -> str:
         missing = dispatch.unavailable(name)
         state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
         lines.append(f"  {name:<10} {state}")
+        lines += [f"  {'':<10} {note}" for note in dispatch.notes(name)]
     lines += ["", f"Who serves what on {where} (bfloat16 inputs, float32 state)"]
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for shape in dict.fromkeys(PRESETS.values()):
-        chosen = tuple((s.op, dispatch.explain(s).chosen or "-") for s in specs(shape, where))
+        found = [dispatch.explain(s) for s in specs(shape, where)]
+        chosen = tuple((x.op, f"{x.chosen or '-':<10} {x.origin or ''}".rstrip()) for x in found)
         groups.setdefault(chosen, []).append(shape.name)
     for rows, names in groups.items():
         lines += [f"  {', '.join(names)}"]

@@ -21,12 +21,11 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.language import target_info
 
 from sluice import calls
 from sluice.backends import hopper, module_of
 from sluice.backends import triton as portable
-from sluice.backends.triton import compiler, gpu
+from sluice.backends.triton import compiler, gpu, variants
 from sluice.backends.triton.arguments import KernelCall
 
 TARGETS = {
@@ -55,11 +54,9 @@ def gpu_like(name: str) -> Iterator[torch.device]:
     """In this scope the device has the facts of such a GPU."""
     target = TARGETS[name]
     capability = divmod(target.arch, 10) if target.backend == "cuda" else (0, 0)
-    facts = {"capability": capability, "processors": PROCESSORS[name]}
-    facts["shared_memory"] = SHARED[name] << 10
     with contextlib.ExitStack() as patches:
-        for fact, value in facts.items():
-            patches.enter_context(mock.patch.object(gpu, fact, lambda _, value=value: value))
+        facts = gpu.Facts(capability, PROCESSORS[name], SHARED[name] << 10)
+        patches.enter_context(gpu.assume(facts))
         if target.backend == "hip":
             patches.enter_context(mock.patch.object(torch.version, "hip", "6.4"))
         yield DEVICE
@@ -85,17 +82,7 @@ def bound(spec: Any, package: Any = portable) -> Any:
 
 def compile_for(call: KernelCall, name: str) -> Any:
     """The compiled kernel, for a target."""
-    target, saved = TARGETS[name], target_info.current_target
-
-    def current_target() -> GPUTarget:  # queried during compilation
-        return target
-
-    current_target.__triton_builtin__ = True
-    target_info.current_target = current_target
-    try:
-        return compiler.compile_variant(compiler.variant(call), target)
-    finally:
-        target_info.current_target = saved
+    return compiler.cross_compile(variants.variant(call), TARGETS[name])
 
 
 def resources(compiled: Any) -> Resources:

@@ -18,7 +18,7 @@ import torch
 from sluice import calls, torch_private
 from sluice.backends import cuda_driver, hopper
 from sluice.backends import triton as portable
-from sluice.backends.triton import compiler, gpu, launch
+from sluice.backends.triton import gpu, launch, variants
 
 NUMBERS = {"i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
 DESCRIPTOR = struct.Struct("=QQ")  # how often it was encoded, and the address; the rest is not read
@@ -44,10 +44,12 @@ class Driver:
         self.encoded: list[tuple[int, tuple[int, ...]]] = []  # address, and what it describes
         self.moved: list[int] = []
         self.loaded: list[str] = []
+        self.codes: list[bytes] = []  # of the same kernels
         self.result = 0
 
     def load(self, code: bytes, name: str, shared: int, device: torch.device) -> int:
         self.loaded.append(name)
+        self.codes.append(code)
         return len(self.loaded)
 
     def cuTensorMapEncodeTiled(  # noqa: N802
@@ -105,12 +107,12 @@ def _read(place: int, kind: str) -> Any:
     return NUMBERS[kind].from_address(place).value
 
 
-def compile_nothing(needed: compiler.Variant, target: Any) -> Any:
+def compile_nothing(needed: variants.Variant, target: Any) -> Any:
     """Stands in for ``compiler.compile_variant``."""
-    blocks = [re.search(r"tensordesc<\w+\[(\d+), (\d+)\]", p.kind) for p in needed.parameters]
+    blocks = [re.search(r"tiles \w+ (\d+) (\d+)", p.kind) for p in needed.parameters]
     options = dict(needed.options)
     metadata = SimpleNamespace(
-        name=needed.kernel.__name__,
+        name=needed.kernel.name,
         num_warps=options["num_warps"],
         shared=1024 * options["num_warps"],
         global_scratch_size=0,
@@ -119,14 +121,20 @@ def compile_nothing(needed: compiler.Variant, target: Any) -> Any:
     return SimpleNamespace(metadata=metadata, asm={"cubin": b""})
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Let calls with CPU tensors run on Triton's backend, and its kernels on this driver."""
+def install(monkeypatch: pytest.MonkeyPatch, compiles: bool = True) -> Driver:
+    """Let calls with CPU tensors run on Triton's backend, and its kernels on this driver.
+
+    Not ``compiles``: kernels come compiled, or not at all.
+    """
     driver, streams = Driver(), iter(range(1, 1 << 20))
     monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
     monkeypatch.setattr(cuda_driver, "load", driver.load)
-    monkeypatch.setattr(compiler, "compile_variant", compile_nothing)
-    monkeypatch.setattr(compiler, "_compiled", {})
-    monkeypatch.setattr(compiler, "_target", compiler._target.__wrapped__)  # it remembers a GPU
+    if compiles:
+        from sluice.backends.triton import compiler
+
+        monkeypatch.setattr(compiler, "compile_variant", compile_nothing)
+        monkeypatch.setattr(compiler, "_compiled", {})
+        monkeypatch.setattr(compiler, "_target", compiler._target.__wrapped__)  # it keeps a GPU
     monkeypatch.setattr(launch, "_codes", {})
     monkeypatch.setattr(launch.Launches, "_by_driver", lambda self: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -21,8 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sluice.backends.hopper.gluon_api import barrier
-from sluice.backends.hopper.state_products import zero_after
+from sluice.backends.hopper.kernels.gluon_api import barrier
+from sluice.backends.hopper.kernels.state_products import zero_after
 
 SIZE, ROUNDS, SLOTS = 64, 16, 2
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from sluice import calls, dispatch
 from sluice.backends import triton as portable
-from sluice.backends.triton import compiler, launch
+from sluice.backends.triton import compiler, launch, variants
 from sluice.layers import QwenShape
 from sluice.model_calls import ModelCalls
 from tests.gpu import fake_driver
@@ -41,11 +41,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
 
 
 @pytest.fixture
-def compiled(driver: Any, monkeypatch: pytest.MonkeyPatch) -> list[compiler.Variant]:
+def compiled(driver: Any, monkeypatch: pytest.MonkeyPatch) -> list[variants.Variant]:
     """Every variant that has been compiled, as often as it has been."""
-    found: list[compiler.Variant] = []
+    found: list[variants.Variant] = []
 
-    def watched(needed: compiler.Variant, target: Any) -> Any:
+    def watched(needed: variants.Variant, target: Any) -> Any:
         found.append(needed)
         return fake_driver.compile_nothing(needed, target)
 
@@ -82,7 +82,7 @@ def test_calls_ahead_compile_once_and_launch_nothing(driver, compiled):
 def test_prefill_compiles_the_kernels_of_every_plan(compiled):
     spec = MODEL.call("prefill", "", 2, 2048, True).spec(DEVICE)
     portable.compile([spec])
-    needed = {compiler.variant(call) for call in bound(spec).calls}
+    needed = {variants.variant(call) for call in bound(spec).calls}
     assert needed < set(compiled)
     assert len(compiled) == len(set(compiled))
 
@@ -91,7 +91,7 @@ def test_kernels_are_compiled_beside_each_other(driver, monkeypatch):
     """Two threads are needed to pass the barrier."""
     meeting, where = threading.Barrier(2, timeout=30), []
 
-    def together(needed: compiler.Variant, target: Any) -> Any:
+    def together(needed: variants.Variant, target: Any) -> Any:
         where.append(threading.current_thread())
         if needed.kernel.__name__ == "decode_kernel":
             meeting.wait()
@@ -107,11 +107,11 @@ def test_kernels_are_compiled_beside_each_other(driver, monkeypatch):
 def test_the_kernels_of_one_call_are_compiled_beside_each_other(driver, monkeypatch):
     """As in a process's first prefill."""
     spec = MODEL.call("prefill", "", 2, 2048, True).spec(DEVICE)
-    needed = {compiler.variant(call) for call in bound(spec).calls}
+    needed = {variants.variant(call) for call in bound(spec).calls}
     assert len(needed) > 2
     meeting = threading.Barrier(len(needed), timeout=30)
 
-    def together(needed: compiler.Variant, target: Any) -> Any:
+    def together(needed: variants.Variant, target: Any) -> Any:
         meeting.wait()
         return fake_driver.compile_nothing(needed, target)
 
@@ -126,7 +126,7 @@ def test_what_does_not_compile_raises_and_compiles_when_it_can(driver, monkeypat
     """Ahead and in a call; nothing is remembered of it, and nothing is launched."""
     broken = True
 
-    def fails(needed: compiler.Variant, target: Any) -> Any:
+    def fails(needed: variants.Variant, target: Any) -> Any:
         if broken and needed.kernel.__name__ == "step_kernel":
             raise error("no such kernel")
         return fake_driver.compile_nothing(needed, target)

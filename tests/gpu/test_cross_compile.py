@@ -43,7 +43,7 @@ def measured(target: str, calls: Iterable[ModelCall]) -> Iterator[tuple[str, str
         for call in calls:
             for launched in kernel_calls(call.run, device):
                 used = resources(compile_for(launched, target))
-                yield call.name, launched.kernel.__name__, used
+                yield call.name, launched.kernel.name, used
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,8 +14,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 import sluice
 from sluice.backends.hopper import prefill
-from sluice.backends.hopper.chunks_kernel import hopper_chunks_kernel
-from sluice.backends.hopper.state_kernel import hopper_state_kernel
+from sluice.backends.hopper.prefill import CHUNKS, STATE
 from sluice.backends.triton import interpreted
 from sluice.backends.triton.arguments import KernelCall
 from sluice.layers import QwenShape
@@ -50,21 +49,21 @@ def spec(
 
 
 KERNELS = {
-    "chunks": (hopper_chunks_kernel, NARROW, {}),
-    "chunks, raw gates and norm": (hopper_chunks_kernel, NARROW, {"raw": True, "norm": True}),
-    "chunks, no decay": (hopper_chunks_kernel, NARROW, {"decay": False}),
+    "chunks": (CHUNKS, NARROW, {}),
+    "chunks, raw gates and norm": (CHUNKS, NARROW, {"raw": True, "norm": True}),
+    "chunks, no decay": (CHUNKS, NARROW, {"decay": False}),
     "chunks, a key head a program": (
-        hopper_chunks_kernel, NARROW, {"HV": 64, "raw": True, "norm": True},
+        CHUNKS, NARROW, {"HV": 64, "raw": True, "norm": True},
     ),
-    "states, 64 columns": (hopper_state_kernel, NARROW, {}),
-    "states, 128 columns, no norm": (hopper_state_kernel, WIDE, {}),
+    "states, 64 columns": (STATE, NARROW, {}),
+    "states, 128 columns, no norm": (STATE, WIDE, {}),
     "states, 128 columns": (
-        hopper_state_kernel, WIDE, {"norm": True, "layout": "kv", "packed": False},
+        STATE, WIDE, {"norm": True, "layout": "kv", "packed": False},
     ),
     "states, 128 columns, own states": (
-        hopper_state_kernel, WIDE, {"norm": True, "layout": "kv", "packed": False, "slots": False},
+        STATE, WIDE, {"norm": True, "layout": "kv", "packed": False, "slots": False},
     ),
-    "segments' effects": (hopper_state_kernel, SPLIT, {"norm": True}),
+    "segments' effects": (STATE, SPLIT, {"norm": True}),
 }  # fmt: skip
 
 
@@ -73,7 +72,7 @@ def kernel_call(name: str) -> KernelCall:
     kernel, plan, options = KERNELS[name]
     with gpu_like("sm_90"):
         calls = prefill.planned_launches(spec(**options), prefill.Plan(*plan)).calls
-    return next(call for call in calls if call.kernel is kernel)
+    return next(call for call in calls if call.kernel == kernel)
 
 
 def test_the_kernels_are_those_that_their_names_say():

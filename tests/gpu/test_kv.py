@@ -139,7 +139,7 @@ def test_a_state_is_moved_16_bytes_at_a_time_and_stays_in_its_threads(state, nam
         launches = kernel_calls(calls(state)[name].run, device)
     assert launches
     for launched in launches:
-        compiled, kernel = compile_for(launched, "sm_90"), launched.kernel.__name__
+        compiled, kernel = compile_for(launched, "sm_90"), launched.kernel.name
         code, used = sass(compiled), resources(compiled)
         rows = launched.arguments["BLOCK_V"] * 128 * state.itemsize  # bytes of a program
         accesses = rows // (16 * 32 * launched.options["num_warps"])

@@ -24,7 +24,7 @@ import sluice  # noqa: E402
 from sluice import calls  # noqa: E402
 from sluice.backends import cuda_driver  # noqa: E402
 from sluice.backends import triton as backend  # noqa: E402
-from sluice.backends.triton import arguments, compiler, configs, launch  # noqa: E402
+from sluice.backends.triton import arguments, configs, launch, variants  # noqa: E402
 from sluice.backends.triton.configs import Config  # noqa: E402
 from tests.gpu import fake_driver  # noqa: E402
 from tests.gpu.cross import bound, specs_of  # noqa: E402
@@ -194,11 +194,11 @@ class Recorder:
     """Stands in for a kernel in Triton's own launcher."""
 
     def __init__(self, kernel: Any, seen: list[dict[str, Any]]) -> None:
-        self.kernel, self.seen = kernel, seen
+        self.kernel, self.seen, self.function = kernel, seen, self
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(**given: Any) -> None:
-            self.seen.append({"kernel": self.kernel.__name__, "programs": grid, **given})
+            self.seen.append({"kernel": self.kernel.name, "programs": grid, **given})
 
         return run
 
@@ -265,8 +265,8 @@ def test_a_remembered_launch_is_the_one_a_fresh_call_would_make(op, driver):
                     driver.launched, expected[name], kernels[name], strict=True
                 ):
                     assert differences(found, one, call, COPIED.get(name)) == {}, name
-                    told = compiler.variant(call).parameters
-                    wanted_names = {p.name for p in told if p.kind != compiler.CONSTANT}
+                    told = variants.variant(call).parameters
+                    wanted_names = {p.name for p in told if p.kind != variants.CONSTANT}
                     assert set(found.arguments) == wanted_names
                 if name in COPIED:
                     given_at = given[COPIED[name]].data_ptr()
@@ -391,7 +391,7 @@ def test_every_launch_asks_for_the_stream_and_overlaps_on_hopper(driver):
 def test_settings_that_change_kernels_go_through_triton(what, driver, monkeypatch):
     """Also those that come after the call was bound; and the driver launches again after them."""
     given, knobs, seen = plain(), triton.knobs, []
-    kernel = backend.module_of(backend.__name__, backend.OPS, "decode").decode_kernel
+    kernel = backend.module_of(backend.__name__, backend.OPS, "decode").DECODE.function
     monkeypatch.setattr(launch.Launches, "_through_triton", lambda *_: seen.append(what))
     sluice.decode(**given)
     assert (len(driver.launched), seen) == (1, [])

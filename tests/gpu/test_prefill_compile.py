@@ -99,7 +99,7 @@ def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
         monkeypatch.setattr(prefill, "EXACT", "ieee")
         monkeypatch.setattr(prefill, "STAGES", 1)
     for launch in launches(name, target):
-        used, kernel = resources(compile_for(launch, target)), launch.kernel.__name__
+        used, kernel = resources(compile_for(launch, target)), launch.kernel.name
         allowed = SPILLS | (SPILLS_HARD if launch.arguments.get("HARD") else {})
         allowed |= SPILLS_256 if name.startswith("keys of 256") else {}
         if launch.arguments.get("HARD") and launch.arguments["BLOCK_V"] == 64 and "256" in name:
@@ -127,7 +127,7 @@ def test_the_loops_of_the_serial_half(name, spills, shared):
     fit in beside the state; they are spilled, and come back off the chain of products.
     """
     for serial in launches(name, "sm_90"):
-        kernel = serial.kernel.__name__
+        kernel = serial.kernel.name
         if kernel not in ("prefill_state_kernel", "prefill_segments_kernel"):
             continue
         hard = serial.arguments["HARD"]

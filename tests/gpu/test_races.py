@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.gpu import races
 
-KERNEL = "src/sluice/backends/hopper/state_kernel.py"
+KERNEL = "src/sluice/backends/hopper/kernels/state_kernel.py"
 
 
 def report(*sides: tuple[int, int]) -> str:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from sluice import dispatch
-from sluice.backends.triton.work_units import probe_sequence
+from sluice.backends.triton.kernels.work_units import probe_sequence
 from tests.gpu.random_layer import DEVICE
 
 pytestmark = [

@@ -1,7 +1,7 @@
 """After ``sluice warmup`` no call of its kinds compiles a kernel, whatever its size (row 10).
 
 Nothing is compiled or launched here. Which machine code a launch needs follows from its spec alone
-(``compiler.variant``), and from which tensors do not begin at a multiple of 16 bytes.
+(``variants.variant``), and from which tensors do not begin at a multiple of 16 bytes.
 test_prefill_promises.py makes the same calls on a GPU, and counts kernels.
 """
 
@@ -20,7 +20,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from sluice import calls
 from sluice.backends import hopper
 from sluice.backends import triton as portable
-from sluice.backends.triton import compiler
+from sluice.backends.triton import variants
 from sluice.calls import Checked
 from sluice.layers import QwenShape
 from sluice.model_calls import Kinds, ModelCalls
@@ -53,14 +53,14 @@ def serves(package: Any, spec: Any) -> Any:
     return package
 
 
-def needed(package: Any, checked: Checked, device: torch.device) -> set[compiler.Variant]:
+def needed(package: Any, checked: Checked, device: torch.device) -> set[variants.Variant]:
     """What a call has to be compiled for; its tensors may begin anywhere."""
     spec, tensors = checked
     spec = spec.on(device)
     launches = bound(spec, serves(package, spec))
     begins = [0 if x is None else x.storage_offset() * x.element_size() for x in tensors]
     misplaced = frozenset(spec.TENSORS[i] for i in launches._checked if begins[i] % 16)
-    return {compiler.variant(call, misplaced) for call in launches.calls}
+    return {variants.variant(call, misplaced) for call in launches.calls}
 
 
 def checked(function: Any) -> list[Checked]:
@@ -73,12 +73,12 @@ def checked(function: Any) -> list[Checked]:
 @pytest.mark.parametrize("package", ["hopper", "triton"], indirect=True)
 def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(package, heads):
     shape, device = QwenShape("a model", 64, *heads, 4, (0, 1, 2)), torch.device("cuda", 0)
-    warm: set[compiler.Variant] = set()
+    warm: set[variants.Variant] = set()
     for form in warmup.forms(shape, 1, device, Kinds()):
         spec = form.spec(device)
         by = serves(package, spec)
-        warm |= {compiler.variant(c) for c, _ in portable.kernel_calls(by.__name__, by.OPS, [spec])}
-    missing: dict[compiler.Variant, str] = {}
+        warm |= {variants.variant(c) for c, _ in portable.kernel_calls(by.__name__, by.OPS, [spec])}
+    missing: dict[variants.Variant, str] = {}
     sliced = 0
     for model in (ModelCalls(shape), Sliced(shape)):
         for call in every_size(model):
@@ -93,9 +93,9 @@ def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(
     assert not missing, [(call, nearest(v, warm)) for v, call in missing.items()]
 
 
-def nearest(variant: compiler.Variant, warm: set[compiler.Variant]) -> object:
+def nearest(variant: variants.Variant, warm: set[variants.Variant]) -> object:
     """How a variant differs from the one most like it."""
-    alike = [other for other in warm if other.kernel is variant.kernel]
+    alike = [other for other in warm if other.kernel == variant.kernel]
     differences = [
         [
             (a, b)
@@ -106,7 +106,7 @@ def nearest(variant: compiler.Variant, warm: set[compiler.Variant]) -> object:
         ]
         for other in alike
     ]
-    return variant.kernel.__name__, min(differences, key=len, default="not warm at all")
+    return variant.kernel.name, min(differences, key=len, default="not warm at all")
 
 
 @pytest.mark.parametrize("package", ["hopper", "triton"], indirect=True)
@@ -118,9 +118,9 @@ def test_a_kernel_that_warmup_leaves_out_is_missed(package):
     forms = [f for f in warmup.forms(shape, 1, device, Kinds()) if f.op == "prefill"]
     specs = [form.spec(device) for form in forms]
     every = {
-        compiler.variant(c) for c, _ in portable.kernel_calls(package.__name__, package.OPS, specs)
+        variants.variant(c) for c, _ in portable.kernel_calls(package.__name__, package.OPS, specs)
     }
-    alone = {compiler.variant(c) for spec in specs for c in bound(spec, package).calls}
+    alone = {variants.variant(c) for spec in specs for c in bound(spec, package).calls}
     assert alone < every
-    assert {compiler.variant(c) for c in bound(spec, package).calls} <= every
-    assert not {compiler.variant(c) for c in bound(spec, package).calls} <= alone
+    assert {variants.variant(c) for c in bound(spec, package).calls} <= every
+    assert not {variants.variant(c) for c in bound(spec, package).calls} <= alone

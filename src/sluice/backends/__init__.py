@@ -12,8 +12,10 @@ A backend is a package that defines
 
 and may define
 
-- ``ALIGNED``: tensors whose addresses must be multiples of 16 bytes; a call with others goes to the
-  next backend;
+- ``aligned(spec)``: tensors whose addresses must be multiples of 16 bytes; a call with others goes
+  to the next backend;
+- ``origin(spec)``: where the kernels of a call come from, in words;
+- ``notes()``: lines for ``doctor``;
 - ``CHECKS_VALUES``: True if launches on a CPU check values themselves;
 - ``compile(specs, share, progress)``: compile every kernel that these calls, and such calls of any
   size, may need; of share (i, n) every n-th, from the i-th on.

@@ -8,18 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sluice.backends import Launch, module_of
+from sluice.backends import triton as portable
+from sluice.backends.triton import gpu, shipped, toolchain
 from sluice.contract.meta import Meta
 from sluice.contract.spec import DeltaSpec, Spec
-
-try:
-    import triton
-except ImportError:
-    triton = None
 
 DEVICES = ("cuda",)
 OPS = {"prefill": "prefill"}
 ALIGNED = ("q", "k", "v", "out")
-"""TMA reaches addresses that are multiples of 16 bytes."""
 TESTED = ("3.6",)
 """Versions of Triton, whose Gluon is experimental, with which the kernels ran on a GPU."""
 TMA_BYTES = 16
@@ -27,8 +23,18 @@ TMA_BYTES = 16
 
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernels."""
-    launch: Launch = module_of(__name__, OPS, spec.op).launches(spec).bound()
+    launch: Launch = portable.launches(module_of(__name__, OPS, spec.op), spec).bound()
     return launch
+
+
+def aligned(spec: Spec) -> Sequence[str]:
+    """TMA reaches addresses that are multiples of 16 bytes."""
+    return ALIGNED
+
+
+def origin(spec: Spec) -> str:
+    """Where the kernels of a call come from."""
+    return portable.code_origin(module_of(__name__, OPS, spec.op).launches(spec))
 
 
 def compile(
@@ -37,29 +43,32 @@ def compile(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Compile what these calls, and such of other sizes, need, on all cores, and load it."""
-    from sluice.backends.triton import kernel_calls, launch
+    from sluice.backends.triton import launch
 
-    launch.compile_and_load(kernel_calls(__name__, OPS, specs), share, progress)
+    launch.compile_and_load(portable.kernel_calls(__name__, OPS, specs), share, progress)
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """What is missing: a tested Triton, or a GPU of compute capability 9.0."""
-    if triton is None:
-        return "the package triton is not installed"
-    if ".".join(triton.__version__.split(".")[:2]) not in TESTED:
-        return f"tested with Triton {', '.join(TESTED)}, found {triton.__version__}"
+    """What is missing: a GPU; kernels that come compiled, or a tested Triton."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    return None
+    return None if shipped.installed() is not None else unable()
+
+
+@functools.cache
+def unable() -> str | None:
+    """Why Triton cannot compile these kernels here; None if it can."""
+    found = toolchain.version()
+    if found is not None and ".".join(found.split(".")[:2]) not in TESTED:
+        return f"tested with Triton {', '.join(TESTED)}, found {found}"
+    return toolchain.unable()
 
 
 def refuse(spec: Spec) -> str | None:
     """The delta rule with K = V = 128 in 16 bits, on token-major inputs; the rest is Triton's."""
     p = spec
     assert isinstance(p, DeltaSpec)
-    from sluice.backends.triton import gpu
-
     capability = gpu.capability(p.device)
     limits = (
         (capability == (9, 0), f"compute capability 9.0, not {capability[0]}.{capability[1]}"),
@@ -75,7 +84,9 @@ def refuse(spec: Spec) -> str | None:
     if reason is None:
         metas = {name: getattr(p, name) for name in ALIGNED}
         reason = next((text for n, m in metas.items() if (text := _unreachable(n, m))), None)
-    return None if reason is None else f"needs {reason}"
+    if reason is not None:
+        return f"needs {reason}"
+    return portable.not_ready(module_of(__name__, OPS, spec.op), spec, unable)
 
 
 def _unreachable(name: str, x: Meta) -> str | None:

@@ -6,22 +6,20 @@ when a call is bound; a launch only moves them to new addresses (``cuda_driver.p
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
 
-from sluice.backends.hopper.chunks_kernel import hopper_chunks_kernel, key_heads
-from sluice.backends.hopper.constants import COPY_WIDTH
-from sluice.backends.hopper.state_kernel import hopper_state_kernel
+from sluice.backends.hopper.kernels.sizes import COPY_WIDTH, key_heads
 from sluice.backends.triton import gpu
 from sluice.backends.triton import prefill as portable
-from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, Tiles
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.launch import Launches
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
+CHUNKS = Kernel("sluice.backends.hopper.kernels.chunks_kernel", "hopper_chunks_kernel")
+STATE = Kernel("sluice.backends.hopper.kernels.state_kernel", "hopper_state_kernel")
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory
 WHOLE = portable.WHOLE
 CHUNK_REGISTERS = 128  # per thread of the parallel half: four programs per SM
@@ -133,7 +131,7 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
     heads = key_heads(p.HK, p.HV)
     return _call(
-        hopper_chunks_kernel,
+        CHUNKS,
         portable.units_of(p, CHUNK, tail=True) * (p.HK // heads),
         maxnreg=CHUNK_REGISTERS,
         k_desc=_tiles(p, "k", p.K),
@@ -176,20 +174,19 @@ def _states_call(
     segment = plan.segment or WHOLE
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
     return _call(
-        hopper_state_kernel,
+        STATE,
         portable.units_of(p, segment, tail=False) * p.HV * blocks,
-        q_desc=_tiles(p, "q", COPY_WIDTH.value),
-        k_desc=_tiles(p, "k", COPY_WIDTH.value),
-        v_desc=_tiles(p, "v", COPY_WIDTH.value),
+        q_desc=_tiles(p, "q", COPY_WIDTH),
+        k_desc=_tiles(p, "k", COPY_WIDTH),
+        v_desc=_tiles(p, "v", COPY_WIDTH),
         ag_desc=Tiles(
             parts.ag.source,
             p.dtype,
             (p.B * p.T, p.HV * CHUNK),
             (p.HV * CHUNK, 1),
             (CHUNK, CHUNK),
-            _layout(CHUNK, p.dtype),
         ),
-        o_desc=_tiles(p, "out", COPY_WIDTH.value),
+        o_desc=_tiles(p, "out", COPY_WIDTH),
         o_ptr=memory["out"],
         beta32_ptr=parts.beta32,
         g2_ptr=parts.g2,
@@ -216,7 +213,9 @@ def _states_call(
     )
 
 
-def _call(kernel: Any, programs: int, maxnreg: int | None = None, **arguments: Any) -> KernelCall:
+def _call(
+    kernel: Kernel, programs: int, maxnreg: int | None = None, **arguments: Any
+) -> KernelCall:
     options = {"num_warps": 4, "launch_pdl": True}
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
@@ -228,10 +227,4 @@ def _tiles(p: DeltaSpec, name: str, width: int) -> Tiles:
     meta = getattr(p, name)
     columns = meta.shape[2] * meta.shape[3]
     shape, strides = (p.B * p.T, columns), (meta.strides[1], 1)
-    return Tiles(name, meta.dtype, shape, strides, (CHUNK, width), _layout(width, meta.dtype))
-
-
-@functools.cache
-def _layout(width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([CHUNK, width], kind)
+    return Tiles(name, meta.dtype, shape, strides, (CHUNK, width))

@@ -12,23 +12,12 @@ from typing import Any
 import torch
 
 from sluice.backends import Launch, module_of
+from sluice.backends.triton import shipped, toolchain
+from sluice.backends.triton.toolchain import interpreted
 from sluice.contract.spec import Spec
 
-try:
-    import triton
-except ImportError:
-    triton = None
-
 Progress = Callable[[str, int, int], None]
-OLDEST = (3, 5)  # tuples carried by a loop, None as a pointer
 MAX_HEAD_DIM = 256
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
-    return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
 DEVICES = ("cuda", "cpu") if interpreted() else ("cuda",)
 OPS = {
     "prefill": "prefill",
@@ -44,25 +33,73 @@ OPS = {
 
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernels."""
-    launch: Launch = module_of(__name__, OPS, spec.op).launches(spec).bound()
+    launch: Launch = launches(module_of(__name__, OPS, spec.op), spec).bound()
     return launch
+
+
+_looked_at: dict[tuple[Any, Spec], Any] = {}
+
+
+def launches(module: Any, spec: Spec) -> Any:
+    """The launches of a call, not yet loaded; those that ``not_ready`` looked at, once."""
+    return _looked_at.pop((module, spec), None) or module.launches(spec)
+
+
+def not_ready(module: Any, spec: Spec, unable: Callable[[], str | None]) -> str | None:
+    """Why a call's kernels cannot be had: they do not come compiled, nor can they be compiled."""
+    if shipped.installed() is None:
+        return None  # ``unavailable`` has asked Triton
+    made = module.launches(spec)
+    if "compiled" in made.codes() and (reason := unable()) is not None:
+        return f"these kernels are not among the shipped ones, and {reason}"
+    _looked_at.clear()
+    _looked_at[module, spec] = made
+    return None
+
+
+def aligned(spec: Spec) -> Sequence[str]:
+    """Tensors whose addresses must be multiples of 16 bytes: only where nothing can be compiled."""
+    if shipped.installed() is None or toolchain.version() is not None:
+        return ()
+    names: Sequence[str] = module_of(__name__, OPS, spec.op).launches(spec).aligned()
+    return names
+
+
+def origin(spec: Spec) -> str:
+    """Where the kernels of a call come from."""
+    return code_origin(module_of(__name__, OPS, spec.op).launches(spec))
+
+
+def notes() -> list[str]:
+    """Which kernels come compiled, and for which GPUs."""
+    kernels = shipped.installed()
+    if kernels is None:
+        return [f"shipped kernels: none, {shipped.unused()}"]
+    targets = kernels.manifest["targets"].items()
+    told = [f"{name} ({len(x['kernels'])} kernels, {x['status']})" for name, x in targets]
+    return [f"shipped kernels: by Triton {kernels.triton} for {', '.join(told)}"]
+
+
+def code_origin(made: Any) -> str:
+    """Where the kernels of these launches come from, in words."""
+    if interpreted():
+        return "Triton's interpreter"
+    codes = made.codes()
+    compiled = f"compiled by Triton {toolchain.version()}"
+    if "shipped" not in codes:
+        return compiled
+    return "shipped kernels" if "compiled" not in codes else f"shipped kernels, some {compiled}"
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """What is missing: Triton, a version of it that is new enough, or a GPU."""
-    if triton is None:
-        return "the package triton is not installed"
-    found = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if found < OLDEST:
-        return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {triton.__version__}"
-    if interpreted():
-        return None
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    from sluice.backends.triton import triton_private
-
-    return triton_private.missing()
+    """What is missing: a GPU; kernels that come compiled, or Triton, new enough to compile them."""
+    if not interpreted():
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        if shipped.installed() is not None:
+            return None
+    return toolchain.unable()
 
 
 def kernel_calls(
@@ -97,4 +134,6 @@ def refuse(spec: Spec) -> str | None:
         width = getattr(spec, name, 0)
         if width > MAX_HEAD_DIM and spec.op != "rms_norm_gated":
             return f"{name} must be at most {MAX_HEAD_DIM}, got {width}"
-    return None
+    if interpreted():
+        return None
+    return not_ready(module_of(__name__, OPS, spec.op), spec, toolchain.unable)

@@ -7,7 +7,9 @@ into addresses.
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +21,24 @@ from sluice.backends.triton.configs import Config
 from sluice.contract.meta import Meta
 from sluice.contract.spec import Spec
 
-INDICES = ["slots_ptr", "write_slots_ptr", "has_state_ptr", "cu_seqlens_ptr"]
-INDICES += ["checkpoint_slots_ptr", "checkpoint_positions_ptr"]
-"""Index tensors are often slices of a scheduler's tensors and begin anywhere: no kernel is
-specialised on their alignment (``do_not_specialize_on_alignment``)."""
-GATES = ["g_ptr", "beta_ptr", "A_log_ptr", "dt_bias_ptr"]
-"""The same for gates per head, a few numbers per token."""
 WORKSPACE_ALIGNMENT = 256
+
+
+class Kernel(NamedTuple):
+    """A kernel by name. Its code, and Triton with it, is imported only to be compiled."""
+
+    module: str
+    name: str
+
+    @property
+    def function(self) -> Any:
+        """The kernel as Triton knows it."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    @property
+    def imported(self) -> Any | None:
+        """The same if this process has imported it, else None."""
+        return getattr(sys.modules.get(self.module), self.name, None)
 
 
 class Pointer(NamedTuple):
@@ -44,7 +57,6 @@ class Tiles(NamedTuple):
     shape: tuple[int, int]
     strides: tuple[int, int]
     block: tuple[int, int]
-    layout: Any  # Gluon's shared-memory layout of a tile
 
 
 class KernelCall(NamedTuple):
@@ -53,7 +65,7 @@ class KernelCall(NamedTuple):
     An argument is a :class:`Pointer`, :class:`Tiles`, a number, or None where nothing is given.
     """
 
-    kernel: Any
+    kernel: Kernel
     programs: int
     options: dict[str, Any]
     arguments: dict[str, Any]
@@ -105,7 +117,7 @@ class Binding:
 
 
 def kernel_call(
-    kernel: Any, programs: int, config: Config, device: torch.device, **arguments: Any
+    kernel: Kernel, programs: int, config: Config, device: torch.device, **arguments: Any
 ) -> KernelCall:
     """A launch of ``programs`` programs (a grid of one dimension: x alone may pass 65,535)."""
     options = {

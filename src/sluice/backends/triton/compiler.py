@@ -1,9 +1,4 @@
-"""Which machine code a launch needs, and compiling it: once per kernel, types and constants.
-
-A kernel is compiled for the types of its pointers, its constants, and what Triton lets it know of a
-number: whether it is 1, whether it is a multiple of 16, whether it fits into 32 bits. ``variant``
-says all of that, so two launches with equal variants run the same machine code.
-"""
+"""Compile kernels with Triton: once per variant and target."""
 
 from __future__ import annotations
 
@@ -12,114 +7,45 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from sluice.backends.triton import gpu, triton_private
-from sluice.backends.triton.arguments import KernelCall, Pointer, Tiles
+from sluice.backends.triton.arguments import KernelCall
+from sluice.backends.triton.shipped import MachineCode
+from sluice.backends.triton.variants import CONSTANT, Variant, variant
 
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-    torch.bool: "*i1",
-}
 ALIGNED = [["tt.divisibility", 16]]
-CONSTANT = "constexpr"
-
-
-class Parameter(NamedTuple):
-    """What the compiler is told of one parameter of a kernel."""
-
-    name: str
-    kind: str  # a type, or CONSTANT
-    value: Any = None  # of a constant
-    aligned: bool = False  # a multiple of 16
-
-
-class Variant(NamedTuple):
-    """Machine code that a launch needs: a kernel, its parameters and its options."""
-
-    kernel: Any
-    parameters: tuple[Parameter, ...]
-    options: tuple[tuple[str, Any], ...]
-
-
-def variant(call: KernelCall, misplaced: frozenset[str] = frozenset()) -> Variant:
-    """What is compiled for a launch; ``misplaced`` tensors begin at no multiple of 16 bytes."""
-    told, arguments = [], call.arguments
-    for name, constant, free, unaligned in parameters(call.kernel):
-        value = arguments[name]
-        if constant or value is None:
-            told.append(value)
-        elif isinstance(value, Pointer):
-            aligned = not unaligned and value.offset % 16 == 0 and value.source not in misplaced
-            told.append((POINTERS[value.dtype], aligned))
-        elif isinstance(value, Tiles):
-            told.append((_tiles_kind(value.dtype, value.block, value.layout), False))
-        elif isinstance(value, float):
-            told.append(_FLOAT)
-        elif value == 1 and not free:
-            told.append(1)
-        else:
-            small = -(2**31) <= value < 2**31
-            told.append(_INTEGERS[small, not free and not unaligned and value % 16 == 0])
-    return _variant(call.kernel, tuple(told), tuple(call.options.items()))
-
-
-_FLOAT = ("fp32", False)
-_INTEGERS = {
-    (small, aligned): ("i32" if small else "i64", aligned)
-    for small in (False, True)
-    for aligned in (False, True)
-}
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _variant(kernel: Any, told: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Variant:
-    """The variant, spelt out; the same object for what is told the same."""
-    known = []
-    for (name, constant, _, _), value in zip(parameters(kernel), told, strict=True):
-        if not constant and isinstance(value, tuple):
-            known.append(Parameter(name, value[0], None, value[1]))
-        else:
-            known.append(Parameter(name, CONSTANT, value))
-    return Variant(kernel, tuple(known), tuple(sorted(options)))
-
-
-@functools.cache
-def parameters(kernel: Any) -> list[tuple[str, bool, bool, bool]]:
-    """Each parameter: its name, and whether it is a constant, or kept from the compiler.
-
-    An interpreted kernel has none.
-    """
-    return [
-        (p.name, p.is_constexpr, p.do_not_specialize, p.do_not_specialize_on_alignment)
-        for p in getattr(kernel, "params", ())
-    ]
-
-
-@functools.cache
-def _tiles_kind(dtype: torch.dtype, block: tuple[int, int], layout: Any) -> str:
-    return f"tensordesc<{POINTERS[dtype][1:]}{list(block)},{layout!r}>"
 
 
 def compile_variant(needed: Variant, target: GPUTarget) -> Any:
     """Compile for a GPU, which need not be here; Triton keeps the result on disk."""
     kernel, parameters, options = needed
     source = triton_private.source(
-        kernel,
-        {p.name: p.kind for p in parameters},
+        kernel.function,
+        {p.name: triton_private.kind(p.kind) for p in parameters},
         {(i,): p.value for i, p in enumerate(parameters) if p.kind == CONSTANT},
         {(i,): ALIGNED for i, p in enumerate(parameters) if p.aligned},
     )
     return triton.compile(source, target=target, options=dict(options))
+
+
+def cross_compile(needed: Variant, target: GPUTarget) -> Any:
+    """The same where that GPU is absent, or another one is here."""
+    with triton_private.compiling_for(target):
+        return compile_variant(needed, target)
+
+
+def machine_code(kernel: Any) -> MachineCode:
+    """What a kernel that Triton compiled for an NVIDIA GPU is launched with."""
+    found = kernel.metadata
+    assert not found.global_scratch_size, found.name  # no kernel here asks for it
+    described = getattr(found, "tensordesc_meta", None) or ()
+    boxes = tuple(tuple(box["block_size"]) for box in described)
+    return MachineCode(kernel.asm["cubin"], found.name, found.num_warps, found.shared, boxes)
 
 
 _compiled: dict[tuple[Variant, int, str], Any] = {}
@@ -178,7 +104,7 @@ def _keep(
         with _lock:
             _compiled[needed, target.arch, target.backend] = result
         if progress is not None:
-            progress(needed.kernel.__name__, done, len(missing))
+            progress(needed.kernel.name, done, len(missing))
 
 
 @functools.cache

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
+
+from sluice.backends.triton import toolchain
 
 
 class Config(NamedTuple):
@@ -126,10 +127,10 @@ def conv(D: int, tokens: int) -> Config:
 
 # conv_qkv; the unit is the tokens of a sequence. H200, 2026-11-15.
 # One warp in every row: the number of lanes decides the order of the norm's sum. With 64 registers
-# per thread an SM holds 32 programs of one warp, the most it can. Triton 3.8's code would spill 104
-# bytes with so few.
-_FEW = 64 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else None
-_ONE = Config(num_warps=1, BLOCK_T=1, UNIT_T=1, maxnreg=_FEW, fp_fusion=True)
+# per thread an SM holds 32 programs of one warp, the most it can.
+FEW_REGISTERS, FEW_BEFORE = 64, (3, 8)
+"""The limit, and the release of Triton whose code would spill 104 bytes with so few."""
+_ONE = Config(num_warps=1, BLOCK_T=1, UNIT_T=1, fp_fusion=True)
 CONV_QKV: tuple[Row, ...] = (
     Row(1, _ONE),
     Row(4, _ONE._replace(BLOCK_T=4, UNIT_T=4)),
@@ -144,8 +145,8 @@ def conv_qkv(K: int, V: int, tokens: int, itemsize: int = 2) -> Config:
     """
     channels = power_of_two(max(K, V))
     config = _pick(CONV_QKV, tokens)
-    registers = config.maxnreg if channels * itemsize <= 256 else None
-    return config._replace(BLOCK_D=channels, maxnreg=registers)
+    few = channels * itemsize <= 256 and (toolchain.made_by() or FEW_BEFORE) < FEW_BEFORE
+    return config._replace(BLOCK_D=channels, maxnreg=FEW_REGISTERS if few else None)
 
 
 # step: a program holds a whole state. H200, 2026-11-15. "kv": all keys are one piece, so most of a

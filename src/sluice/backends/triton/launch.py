@@ -1,13 +1,16 @@
 """A bound call: its kernels, ready to be launched once addresses are known.
 
-:class:`Launches` is what ``bind`` returns. On an NVIDIA GPU its first call compiles and loads the
-kernels (``bind`` asks for it at once), and every call hands addresses to the CUDA driver. In
-Triton's interpreter, on other GPUs, and while a Triton setting is on that changes launches, Triton
-launches the kernels itself.
+:class:`Launches` is what ``bind`` returns. On an NVIDIA GPU ``bind`` loads the kernels, which come
+compiled (shipped.py) or are compiled by Triton (compiler.py), and every call hands addresses to the
+CUDA driver. In Triton's interpreter, on other GPUs, and while a Triton setting is on that changes
+launches, Triton launches the kernels itself.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
@@ -18,13 +21,17 @@ from torch import Tensor
 
 from sluice import torch_private
 from sluice.backends import cuda_driver
-from sluice.backends.triton import compiler, triton_private
+from sluice.backends.triton import shipped, variants
 from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, Tiles
+from sluice.backends.triton.shipped import MachineCode
 from sluice.contract.spec import Spec
 
 _FORMATS = {"fp32": "f", "i32": "i", "i64": "q"}
 _HERE: AbstractContextManager[None] = nullcontext()
 COUNTERS = "counters"
+_PRIVATE = "sluice.backends.triton.triton_private"
+SWIZZLE = 128  # bytes: a tile in shared memory is at least so wide
+_log = logging.getLogger("sluice")
 
 
 class Launches:
@@ -48,13 +55,13 @@ class Launches:
         self._index = self.device.index or 0
         self._ready: dict[frozenset[str], list[Any]] = {}
         self._usual: list[Any] | None = None
-        self._hooks = [triton_private.hooks_of(call.kernel) for call in self.calls]
+        self._hooks: list[list[Any]] = []
 
     def _alignments(self) -> list[int]:
         """Places of the tensors whose alignment some kernel is specialised on."""
         found = set()
         for call in self.calls:
-            for name, _, _, unaligned in compiler.parameters(call.kernel):
+            for name, _, _, unaligned in variants.parameters(call.kernel):
                 value = call.arguments[name]
                 if isinstance(value, Pointer) and not unaligned:
                     found.add(value.source)
@@ -62,11 +69,24 @@ class Launches:
 
     def bound(self) -> Launches:
         """The same, compiled and loaded where the CUDA driver launches it."""
-        own = any(triton_private.launches_itself(call.kernel) for call in self.calls)
+        private = _triton_private()
+        kernels = [call.kernel.imported for call in self.calls]
+        own = private is not None and any(map(private.launches_itself, kernels))
         if self._by_driver() and not own:
             with self._on_device():
                 self._usual = self._prepare(frozenset())
+        imported = [k for call in self.calls if (k := call.kernel.imported) is not None]
+        self._hooks = [getattr(kernel, "pre_run_hooks", []) for kernel in imported]
         return self
+
+    def codes(self) -> list[str]:
+        """Of each kernel, whether it comes compiled: "shipped" or "compiled"."""
+        found = [shipped.serves(variants.variant(c).key, self.device) for c in self.calls]
+        return ["shipped" if ready else "compiled" for ready in found]
+
+    def aligned(self) -> list[str]:
+        """Tensors that must begin at a multiple of 16 bytes where nothing can be compiled."""
+        return [self.spec.TENSORS[i] for i in self._checked]
 
     def _by_driver(self) -> bool:
         return self.device.type == "cuda" and torch.version.hip is None
@@ -92,7 +112,8 @@ class Launches:
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self.device)
         if self._usual is None and self._by_driver():
             self.bound()  # a setting under which Triton launches may be off again
-        if self._usual is None or triton_private.changed() or any(self._hooks):
+        private = _triton_private()
+        if self._usual is None or (private is not None and private.changed()) or any(self._hooks):
             with self._on_device():
                 self._through_triton(tensors, counters, workspace)
         elif torch.cuda.current_device() == self._index:
@@ -140,8 +161,8 @@ class Launches:
 
     def _prepare(self, misplaced: frozenset[str]) -> list[Any]:
         """Compile, load, and lay out the parameters of every kernel."""
-        variants = [compiler.variant(call, misplaced) for call in self.calls]
-        codes = _loaded(variants, self.device)
+        needed = [variants.variant(call, misplaced) for call in self.calls]
+        codes = _loaded(needed, self.device)
         self._ready[misplaced] = [
             self._prepared(call, code) for call, code in zip(self.calls, codes, strict=True)
         ]
@@ -192,7 +213,7 @@ class Launches:
             memory[name] = workspace[offset : offset + size].view(dtype)
         for call in self.calls:
             given = {n: _argument(memory, x) for n, x in call.arguments.items()}
-            call.kernel[(call.programs,)](**given, **call.options)
+            call.kernel.function[(call.programs,)](**given, **call.options)
 
 
 def _picker(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
@@ -205,6 +226,19 @@ def _picker(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
     return lambda addresses: (addresses[place],)
 
 
+def _triton_private() -> Any | None:
+    """What changes Triton's launches, if this process uses Triton at all."""
+    if sys.modules.get("triton") is None:
+        return None
+    return sys.modules.get(_PRIVATE) or _import_private()
+
+
+def _import_private() -> Any:
+    from sluice.backends.triton import triton_private
+
+    return triton_private
+
+
 def _argument(memory: dict[str, Any], value: Any) -> Any:
     """An argument as Triton's own launcher takes it."""
     if isinstance(value, Tiles):
@@ -212,7 +246,8 @@ def _argument(memory: dict[str, Any], value: Any) -> Any:
 
         base = memory[value.source]
         shape, strides, block = list(value.shape), list(value.strides), list(value.block)
-        return TensorDescriptor(base, shape, strides, block, value.layout)
+        layout = _import_private().tile_layout(value.dtype, value.block)
+        return TensorDescriptor(base, shape, strides, block, layout)
     if not isinstance(value, Pointer):
         return value
     x = memory[value.source]
@@ -223,9 +258,7 @@ def _argument(memory: dict[str, Any], value: Any) -> Any:
 
 def _matrix(tiles: Tiles, box: tuple[int, int]) -> cuda_driver.Matrix:
     (rows, columns), (stride, _) = tiles.shape, tiles.strides
-    return cuda_driver.Matrix(
-        tiles.dtype, rows, columns, stride, box, tiles.layout.swizzle_byte_width
-    )
+    return cuda_driver.Matrix(tiles.dtype, rows, columns, stride, box, SWIZZLE)
 
 
 class _Code(NamedTuple):
@@ -240,38 +273,81 @@ class _Code(NamedTuple):
     boxes: list[tuple[int, int]]  # of the TMA descriptors, in order
 
 
-_codes: dict[tuple[compiler.Variant, int], _Code] = {}
+_codes: dict[tuple[variants.Variant, int], _Code] = {}
 
 
-def _loaded(variants: Sequence[compiler.Variant], device: torch.device) -> list[_Code]:
-    """Machine code of these variants on a device; missing ones compile side by side."""
+def _loaded(needed: Sequence[variants.Variant], device: torch.device) -> list[_Code]:
+    """Machine code of these variants on a device, where it was loaded or is now."""
     index = device.index or 0
-    missing = list(dict.fromkeys(v for v in variants if (v, index) not in _codes))
-    for needed, kernel in zip(missing, compiler.compiled(missing, device), strict=True):
-        _codes[needed, index] = _load(needed, kernel, device)
-    return [_codes[v, index] for v in variants]
+    missing = list(dict.fromkeys(v for v in needed if (v, index) not in _codes))
+    if missing:
+        for v, code in zip(missing, _machine_codes(missing, device), strict=True):
+            _codes[v, index] = _load(v, code, device)
+    return [_codes[v, index] for v in needed]
+
+
+def _machine_codes(
+    needed: Sequence[variants.Variant], device: torch.device
+) -> Iterable[MachineCode]:
+    """Machine code that comes compiled, and the rest from Triton, which compiles side by side."""
+    ready = {v: code for v in needed if (code := shipped.code(v.key, device)) is not None}
+    missing = [v for v in needed if v not in ready]
+    if missing:
+        from sluice.backends.triton import compiler
+
+        _say_compiling(missing[0].kernel.name, device)
+        for v, kernel in zip(missing, compiler.compiled(missing, device), strict=True):
+            ready[v] = compiler.machine_code(kernel)
+    return [ready[v] for v in needed]
+
+
+@functools.cache
+def _said() -> list[str]:
+    """What was said of kernels that do not come compiled, once per process."""
+    return []
+
+
+def _say_compiling(name: str, device: torch.device) -> None:
+    kernels = shipped.installed()
+    if kernels is None or _said():
+        return
+    _said().append(name)
+    _log.warning(
+        "sluice compiles %s for %s now: this form of it is not among the compiled kernels. Other "
+        "such kernels compile at their first use without a word; `sluice warmup` does it ahead.",
+        name,
+        torch.cuda.get_device_name(device),
+    )
 
 
 def compile_and_load(
     calls: Iterable[tuple[KernelCall, torch.device]],
     share: tuple[int, int] = (0, 1),
-    progress: compiler.Progress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Compile what these launches need, and load it unless other processes compile a share."""
     calls = [(call, device) for call, device in calls if call.programs > 0]
-    compiler.compile_all(calls, share, progress)
+    missing = [
+        (call, device)
+        for call, device in calls
+        if not shipped.serves(variants.variant(call).key, device)
+    ]
+    if missing:
+        from sluice.backends.triton import compiler
+
+        compiler.compile_all(missing, share, progress)
     if share == (0, 1) and torch.version.hip is None:
         for call, device in calls:
             with torch.cuda.device(device):
-                _loaded([compiler.variant(call)], device)
+                _loaded([variants.variant(call)], device)
 
 
-def _load(needed: compiler.Variant, kernel: Any, device: torch.device) -> _Code:
-    metadata, given, kinds = kernel.metadata, [], []
+def _load(needed: variants.Variant, code: MachineCode, device: torch.device) -> _Code:
+    given, kinds = [], []
     for parameter in needed.parameters:
-        if parameter.kind == compiler.CONSTANT:
+        if parameter.kind == variants.CONSTANT:
             continue
-        if parameter.kind.startswith("tensordesc"):
+        if parameter.kind.startswith(variants.TILES):
             given.append((parameter.name, "matrix"))
             kinds += ["matrix", "i", "i", "q", "q"]  # itself, its shape, its strides
         else:
@@ -279,10 +355,7 @@ def _load(needed: compiler.Variant, kernel: Any, device: torch.device) -> _Code:
             given.append((parameter.name, kind))
             kinds.append(kind)
     kinds += ["q", "q"]  # Triton's scratch memory, which no kernel here asks for
-    assert not metadata.global_scratch_size, metadata.name
-    function = cuda_driver.load(kernel.asm["cubin"], metadata.name, metadata.shared, device)
-    boxes = [tuple(box["block_size"]) for box in getattr(metadata, "tensordesc_meta", None) or ()]
+    function = cuda_driver.load(code.cubin, code.name, code.shared, device)
     layout = cuda_driver.Layout(kinds)
-    return _Code(
-        function, metadata.name, 32 * metadata.num_warps, metadata.shared, layout, given, boxes
-    )
+    threads = 32 * code.num_warps
+    return _Code(function, code.name, threads, code.shared, layout, given, list(code.boxes))

@@ -1,4 +1,4 @@
-"""Chunked prefill: plan, workspace, and the launches of prefill_chunks.py and prefill_state.py.
+"""Chunked prefill: plan, workspace, and the launches of the kernels in kernels/prefill_*.py.
 
 The workspace, with the size of v as the unit (16-bit inputs, V = 128): Ag 0.5; QKg 0.5 per output
 head; decays, factors and inverse lengths 0.06 to 0.1; and, if sequences are split, 131 kB per
@@ -12,21 +12,19 @@ from typing import Any, NamedTuple
 import torch
 
 from sluice.backends.triton import configs, gpu
-from sluice.backends.triton.arguments import Binding, KernelCall, Pointer, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, kernel_call
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
-from sluice.backends.triton.prefill_chunks import (
-    prefill_inverse_kernel,
-    prefill_products_kernel,
-)
-from sluice.backends.triton.prefill_key import prefill_key_kernel
-from sluice.backends.triton.prefill_state import (
-    prefill_join_kernel,
-    prefill_segments_kernel,
-    prefill_state_kernel,
-)
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
+
+_FOLDER = "sluice.backends.triton.kernels."
+PREFILL_PRODUCTS = Kernel(_FOLDER + "prefill_chunks", "prefill_products_kernel")
+PREFILL_INVERSE = Kernel(_FOLDER + "prefill_chunks", "prefill_inverse_kernel")
+PREFILL_STATE = Kernel(_FOLDER + "prefill_state", "prefill_state_kernel")
+PREFILL_SEGMENTS = Kernel(_FOLDER + "prefill_state", "prefill_segments_kernel")
+PREFILL_JOIN = Kernel(_FOLDER + "prefill_state", "prefill_join_kernel")
+PREFILL_KEY = Kernel(_FOLDER + "prefill_key", "prefill_key_kernel")
 
 WHOLE = 1 << 30  # tokens: a segment longer than any sequence
 JOIN_BLOCK_V = 16
@@ -147,7 +145,7 @@ def per_key_launches(spec: DeltaSpec) -> Launches:
     memory, p = Binding(spec), spec
     block = min(32 if p.K <= 128 else 16, max(16, configs.power_of_two(p.V)))
     call = kernel_call(
-        prefill_key_kernel,
+        PREFILL_KEY,
         units_of(p, WHOLE, tail=True) * p.HV * configs.blocks(p.V, block),
         Config(num_warps=4),
         p.device,
@@ -259,7 +257,7 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
     precision, usual = EXACT if exact else "tf32", not exact and p.K <= 128
     units = units_of(p, CHUNK, tail=True)
     products = kernel_call(
-        prefill_products_kernel,
+        PREFILL_PRODUCTS,
         units * p.HK,
         PRODUCTS if usual else PRODUCTS._replace(maxnreg=None),
         p.device,
@@ -294,7 +292,7 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
     if parts.ag is None:
         return [products]
     inverse = kernel_call(
-        prefill_inverse_kernel,
+        PREFILL_INVERSE,
         units * p.HV,
         INVERSE,
         p.device,
@@ -362,7 +360,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
         effects = units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V))
         calls += [
             kernel_call(
-                prefill_segments_kernel,
+                PREFILL_SEGMENTS,
                 effects,
                 config,
                 p.device,
@@ -375,7 +373,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
         calls.append(join_call(p, memory, segments, segment))
     calls += [
         kernel_call(
-            prefill_state_kernel,
+            PREFILL_STATE,
             units * p.HV * blocks,
             config,
             p.device,
@@ -409,7 +407,7 @@ def segment_states(p: DeltaSpec, memory: Binding, units: int) -> Pointer:
 def join_call(p: DeltaSpec, memory: Binding, segments: Pointer, segment: int) -> KernelCall:
     """The kernel that computes the states from which segments start."""
     return kernel_call(
-        prefill_join_kernel,
+        PREFILL_JOIN,
         p.N * p.HV * configs.blocks(p.V, JOIN_BLOCK_V),
         Config(num_warps=8),
         p.device,

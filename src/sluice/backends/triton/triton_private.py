@@ -5,20 +5,28 @@
   itself. Without the name, none is on.
 - A kernel's ``params``: which are constants, and which the compiler must know nothing of. Without
   them nothing can be compiled ahead, and the backend says so (``unavailable``).
-- ``ASTSource`` and ``GluonASTSource``: a kernel and its types, for ``triton.compile``.
+- ``ASTSource`` and ``GluonASTSource``: a kernel and its types, for ``triton.compile``; how a TMA
+  descriptor's type is spelt.
+- ``target_info.current_target``: which GPU a kernel asks about while it is compiled. Replaced while
+  one is compiled for a GPU that is absent.
 
 ``tests/test_private.py`` fails if one of them is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import triton
 from triton.compiler import ASTSource
+from triton.language import target_info
 
 PARAMETER = ("name", "is_constexpr", "do_not_specialize", "do_not_specialize_on_alignment")
 """What a kernel says of each of its ``params``."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _knobs = getattr(triton, "knobs", None)
 _runtime, _compilation = (getattr(_knobs, name, None) for name in ("runtime", "compilation"))
 _set_runtime, _set_compilation = (getattr(x, "__dict__", {}) for x in (_runtime, _compilation))
@@ -45,8 +53,11 @@ def missing() -> str | None:
     return f"Triton {triton.__version__} does not say {', '.join(lacking)} of a kernel's parameters"
 
 
-def launches_itself(kernel: Any) -> bool:
-    """Whether Triton must launch a kernel itself. Asked when a call is bound: it takes 5 µs."""
+def launches_itself(kernel: Any | None) -> bool:
+    """Whether Triton must launch a kernel itself. Asked when a call is bound: it takes 5 µs.
+
+    None: a kernel that was not imported, and so has no hooks.
+    """
     return bool(
         getattr(_runtime, "debug", False)
         or getattr(_compilation, "instrumentation_mode", "")
@@ -67,6 +78,23 @@ def changed() -> bool:
     return bool(_set_runtime or _set_compilation or any(_called))
 
 
+def kind(told: str) -> str:
+    """A parameter's type as Triton spells it; ``told`` as in ``variants.Parameter``."""
+    if not told.startswith("tiles "):
+        return told
+    _, dtype, rows, columns = told.split()
+    block = int(rows), int(columns)
+    return f"tensordesc<{dtype}{list(block)},{tile_layout(_DTYPES[dtype], block)!r}>"
+
+
+def tile_layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
+    """Gluon's layout of a tile in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
 def source(kernel: Any, signature: dict[str, str], constants: Any, attributes: Any) -> Any:
     """A kernel with the types of its parameters, as ``triton.compile`` takes it."""
     make = ASTSource
@@ -75,3 +103,19 @@ def source(kernel: Any, signature: dict[str, str], constants: Any, attributes: A
 
         make = GluonASTSource
     return make(kernel, signature, constants, attributes)
+
+
+@contextlib.contextmanager
+def compiling_for(target: Any) -> Iterator[None]:
+    """In this scope kernels are compiled for ``target``, which need not be here."""
+
+    def current_target() -> Any:
+        return target
+
+    current_target.__triton_builtin__ = True  # type: ignore[attr-defined]  # it runs in Python
+    saved = target_info.current_target
+    target_info.current_target = current_target
+    try:
+        yield
+    finally:
+        target_info.current_target = saved

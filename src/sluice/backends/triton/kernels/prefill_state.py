@@ -13,9 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.arguments import INDICES
-from sluice.backends.triton.math import begin
-from sluice.backends.triton.prefill_chunk_loop import (
+from sluice.backends.triton.kernels.alignment import INDICES
+from sluice.backends.triton.kernels.math import begin
+from sluice.backends.triton.kernels.prefill_chunk_loop import (
     QKVO,
     Checkpoints,
     Place,
@@ -27,8 +27,8 @@ from sluice.backends.triton.prefill_chunk_loop import (
     run_of,
     segment_loop,
 )
-from sluice.backends.triton.prefill_chunks import C
-from sluice.backends.triton.work_units import unit_span
+from sluice.backends.triton.kernels.prefill_chunks import C
+from sluice.backends.triton.kernels.work_units import unit_span
 
 
 @triton.jit

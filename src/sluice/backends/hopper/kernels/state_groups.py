@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sluice.backends.hopper.constants import GROUP_V, C
-from sluice.backends.hopper.gluon_api import async_store, barrier, reinterpret
-from sluice.backends.hopper.layouts import accumulator, left_operand
-from sluice.backends.hopper.state_args import advance
+from sluice.backends.hopper.kernels.constants import GROUP_V, C
+from sluice.backends.hopper.kernels.gluon_api import async_store, barrier, reinterpret
+from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
+from sluice.backends.hopper.kernels.state_args import advance
 
 
 @gluon.jit

@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sluice.backends.hopper.constants import COPY_WIDTH, GROUP_V, C
-from sluice.backends.hopper.gluon_api import async_load, barrier
-from sluice.backends.hopper.state_args import advance
+from sluice.backends.hopper.kernels.constants import COPY_WIDTH, GROUP_V, C
+from sluice.backends.hopper.kernels.gluon_api import async_load, barrier
+from sluice.backends.hopper.kernels.state_args import advance
 
 
 @gluon.jit

@@ -27,8 +27,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from sluice.backends.hopper.gluon_api import reinterpret
-from sluice.backends.hopper.layouts import along
+from sluice.backends.hopper.kernels.gluon_api import reinterpret
+from sluice.backends.hopper.kernels.layouts import along
 
 
 @gluon.constexpr_function

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sluice.backends.hopper.chunks_inverse import side_by_side
+from sluice.backends.hopper.kernels.chunks_inverse import side_by_side
 
 
 @gluon.jit

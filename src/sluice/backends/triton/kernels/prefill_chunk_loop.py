@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.math import float16_scale
-from sluice.backends.triton.prefill_chunks import C
+from sluice.backends.triton.kernels.math import float16_scale
+from sluice.backends.triton.kernels.prefill_chunks import C
 
 RUN = tl.constexpr(256)
 """A program looks for the next hard chunk among so many chunks at a time."""

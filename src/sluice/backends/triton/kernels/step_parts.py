@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.math import NORM_EPS, silu
+from sluice.backends.triton.kernels.math import NORM_EPS, silu
 
 
 class Channels(NamedTuple):

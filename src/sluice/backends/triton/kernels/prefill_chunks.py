@@ -39,9 +39,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.arguments import GATES, INDICES
-from sluice.backends.triton.math import LOG2_E, NORM_EPS, begin, float16_scale, softplus
-from sluice.backends.triton.work_units import unit_span
+from sluice.backends.triton.kernels.alignment import GATES, INDICES
+from sluice.backends.triton.kernels.math import LOG2_E, NORM_EPS, begin, float16_scale, softplus
+from sluice.backends.triton.kernels.work_units import unit_span
 from sluice.contract.chunk_length import CHUNK
 
 C = tl.constexpr(CHUNK)

@@ -28,8 +28,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sluice.backends.hopper.constants import GROUP_V, C
-from sluice.backends.hopper.state_args import (
+from sluice.backends.hopper.kernels.constants import GROUP_V, C
+from sluice.backends.hopper.kernels.state_args import (
     Barriers,
     Factors,
     LoaderArgs,
@@ -38,11 +38,11 @@ from sluice.backends.hopper.state_args import (
     StateArgs,
     Tiles,
 )
-from sluice.backends.hopper.state_groups import run_state
-from sluice.backends.hopper.state_loader import run_loader
-from sluice.backends.hopper.state_products import run_products
-from sluice.backends.hopper.work_units import unit_span
-from sluice.backends.triton.arguments import INDICES
+from sluice.backends.hopper.kernels.state_groups import run_state
+from sluice.backends.hopper.kernels.state_loader import run_loader
+from sluice.backends.hopper.kernels.state_products import run_products
+from sluice.backends.hopper.kernels.work_units import unit_span
+from sluice.backends.triton.kernels.alignment import INDICES
 
 
 @gluon.jit(

@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sluice.backends.hopper.constants import COPY_WIDTH, NORM_EPS, C
-from sluice.backends.hopper.gluon_api import barrier
-from sluice.backends.hopper.layouts import accumulator
-from sluice.backends.hopper.state_args import advance
+from sluice.backends.hopper.kernels.constants import COPY_WIDTH, NORM_EPS, C
+from sluice.backends.hopper.kernels.gluon_api import barrier
+from sluice.backends.hopper.kernels.layouts import accumulator
+from sluice.backends.hopper.kernels.state_args import advance
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.math import silu
+from sluice.backends.triton.kernels.math import silu
 
 FIRST = tl.constexpr(4)  # rows of the tile with a sequence's first W - 1 tokens
 

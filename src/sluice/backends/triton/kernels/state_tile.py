@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sluice.backends.triton.math import exp
+from sluice.backends.triton.kernels.math import exp
 
 
 class TileShape(NamedTuple):

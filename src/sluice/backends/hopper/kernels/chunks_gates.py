@@ -9,9 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sluice.backends.hopper.constants import LOG2_E, C
-from sluice.backends.hopper.gluon_api import aggregate
-from sluice.backends.hopper.layouts import along
+from sluice.backends.hopper.kernels.constants import LOG2_E, C
+from sluice.backends.hopper.kernels.gluon_api import aggregate
+from sluice.backends.hopper.kernels.layouts import along
 
 
 @aggregate

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from sluice.backends.hopper.gluon_api import aggregate
+from sluice.backends.hopper.kernels.gluon_api import aggregate
 
 
 @aggregate

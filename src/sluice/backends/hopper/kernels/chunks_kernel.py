@@ -29,9 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sluice.backends.hopper.chunks_gates import Gates, load_gates, store_gates
-from sluice.backends.hopper.chunks_hard import float16_block, keys_repeat
-from sluice.backends.hopper.chunks_inverse import (
+from sluice.backends.hopper.kernels import sizes
+from sluice.backends.hopper.kernels.chunks_gates import Gates, load_gates, store_gates
+from sluice.backends.hopper.kernels.chunks_hard import float16_block, keys_repeat
+from sluice.backends.hopper.kernels.chunks_inverse import (
     gate_blocks,
     inverse_blocks,
     inverse_layout,
@@ -40,17 +41,13 @@ from sluice.backends.hopper.chunks_inverse import (
     store_kk,
     unmixed,
 )
-from sluice.backends.hopper.constants import NORM_EPS, C
-from sluice.backends.hopper.gluon_api import async_load, barrier
-from sluice.backends.hopper.layouts import accumulator, along, axis_layout
-from sluice.backends.hopper.work_units import unit_span
-from sluice.backends.triton.arguments import GATES, INDICES
+from sluice.backends.hopper.kernels.constants import NORM_EPS, C
+from sluice.backends.hopper.kernels.gluon_api import async_load, barrier
+from sluice.backends.hopper.kernels.layouts import accumulator, along, axis_layout
+from sluice.backends.hopper.kernels.work_units import unit_span
+from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
-
-@gluon.constexpr_function
-def key_heads(HK, HV):
-    """Key heads per program: two if each has only one or two value heads, for four warps."""
-    return 2 if HV <= 2 * HK and HK % 2 == 0 else 1
+key_heads = gluon.constexpr_function(sizes.key_heads)
 
 
 @gluon.jit(

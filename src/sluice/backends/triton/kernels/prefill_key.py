@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from sluice.backends.triton.arguments import INDICES
-from sluice.backends.triton.math import LOG2_E, begin, softplus
-from sluice.backends.triton.prefill_chunks import inverse_lengths, zero_tail
-from sluice.backends.triton.prefill_state import state_offsets
-from sluice.backends.triton.work_units import unit_span
+from sluice.backends.triton.kernels.alignment import INDICES
+from sluice.backends.triton.kernels.math import LOG2_E, begin, softplus
+from sluice.backends.triton.kernels.prefill_chunks import inverse_lengths, zero_tail
+from sluice.backends.triton.kernels.prefill_state import state_offsets
+from sluice.backends.triton.kernels.work_units import unit_span
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Both GPU backends number them alike. Sequence i owns the units from ``cu_seqlens[i] // size + i``
 on, which is enough for any length, so the host never needs to know the lengths. Gluon cannot call
-Triton's functions, so the search stands here once more (``triton/work_units.py``).
+Triton's functions, so the search stands here once more (``triton/kernels/work_units.py``).
 """
 
 from __future__ import annotations
