@@ -100,7 +100,10 @@ def _look() -> tuple[Shipped | None, str | None]:
     """The compiled kernels that are used here, or why there are none."""
     directory = settings.kernels_directory()
     if directory is None:
-        found = importlib.util.find_spec(PACKAGE)
+        try:
+            found = importlib.util.find_spec(PACKAGE)
+        except ImportError:
+            found = None
         if found is None or not found.submodule_search_locations:
             return None, f"the package {DISTRIBUTION} is not installed"
         directory = found.submodule_search_locations[0]
