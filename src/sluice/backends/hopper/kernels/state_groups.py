@@ -28,6 +28,13 @@ from sluice.backends.hopper.kernels.constants import GROUP_V, C
 from sluice.backends.hopper.kernels.gluon_api import async_store, barrier, reinterpret
 from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
 from sluice.backends.hopper.kernels.state_args import advance
+from sluice.backends.hopper.kernels.state_checkpoints import (
+    candidates,
+    next_border,
+    slot_of,
+    tail_of,
+    token_of,
+)
 
 
 @gluon.jit
@@ -67,6 +74,9 @@ def run_state(args, sizes, GROUP: gl.constexpr):
         phase = 0
         while chunk < chunks:
             run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
+            if args.saves.slots_ptr is not None:
+                keep_states(args.saves, S, chunk, first_v, sizes)
+                run = gl.minimum(run, next_border(args.saves, chunk) - chunk)
             mbarrier.wait(barriers.tiles_ready.index(stage), phase)
             mbarrier.wait(barriers.qkg_ready.index(stage), phase)
             if run == 0:
@@ -160,11 +170,43 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                 turns += run
         if OUTPUT:
             tma.store_wait(0)
+        if args.saves.slots_ptr is not None:
+            keep_states(args.saves, S, chunk, first_v, sizes)
         if args.write:
             # The compiler cannot know that this is 0. If it did, it would keep the offsets of
             # load_state through the loop, in half of the registers.
             nothing = gl.minimum(tokens, 0)
             store_state(args.target_ptr, S, first_v + nothing, sizes)
+        if args.saves.TAILS:
+            begin, stop = candidates(args.saves, 0, tokens)
+            for j in range(begin, stop):
+                border, count = tail_of(args.saves, j)
+                if count > 0:
+                    saved_ptr, kept = slot_of(args.saves, j)
+                    nothing = gl.minimum(count, 0)
+                    at = state_offsets(first_v + nothing, K, sizes.V, sizes.STATE_KV)
+                    S = gl.load(saved_ptr + at, mask=(at >= 0) & kept, other=0.0)
+                    mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+                    mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+                    S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+                    barrier()
+                    mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                    if kept:
+                        store_state(saved_ptr, S, first_v + nothing, sizes)
+                    stage, phase = advance(stage, phase, sizes.STAGES)
+
+
+@gluon.jit
+def keep_states(saves, S, chunk, first_v, sizes):
+    """Store the state before ``chunk`` for every checkpoint there, and for those with a tail."""
+    begin, stop = candidates(saves, chunk * C, chunk * C + C - 1)
+    for j in range(begin, stop):
+        at = token_of(saves, j)
+        if (at >= 0) & (at // C == chunk):
+            saved_ptr, kept = slot_of(saves, j)
+            if kept:
+                nothing = gl.minimum(chunk, 0)  # see the end of run_state
+                store_state(saved_ptr, S, first_v + nothing, sizes)
 
 
 @gluon.jit
