@@ -90,11 +90,14 @@ def kept(of: Any, at: dict[str, Any]) -> list[tuple[int, int, int]]:
     return found
 
 
+PLACES = st.integers(0, 700) | st.integers(0, 10).map(lambda chunks: C * chunks)
+
+
 @given(
     length=st.integers(0, 700),
     segment=st.sampled_from([64, 192, 1 << 30]),
-    every=st.integers(1, 300),
-    asked=st.lists(st.integers(0, 700), min_size=1, max_size=5) | st.none(),
+    every=st.integers(1, 300) | st.sampled_from([32, 64, 96, 128, 192]),
+    asked=st.lists(PLACES, min_size=1, max_size=5) | st.none(),
 )
 def test_every_checkpoint_is_kept_once_where_it_belongs(length, segment, every, asked):
     at = functions()
