@@ -47,7 +47,18 @@ from sluice.backends.triton.kernels.alignment import INDICES
 
 
 @gluon.jit(
-    do_not_specialize=["N", "T", "M", "every", "pad_slot", "segment_size", "stride_gates_h"],
+    do_not_specialize=[
+        "N",
+        "T",
+        "M",
+        "every",
+        "pad_slot",
+        "segment_size",
+        "stride_gates_h",
+        "HQ",
+        "HK",
+        "HV",
+    ],
     do_not_specialize_on_alignment=INDICES,
 )
 def hopper_state_kernel(
@@ -79,9 +90,9 @@ def hopper_state_kernel(
     stride_o_t,
     stride_gates_h,  # of beta32, g2, r_k and hard
     stride_state_p,
-    HQ: gl.constexpr,
-    HK: gl.constexpr,
-    HV: gl.constexpr,
+    HQ,
+    HK,
+    HV,
     K: gl.constexpr,
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
