@@ -133,7 +133,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch_private, "current_stream", lambda index: next(streams))
     for backend in (hopper, portable):
         monkeypatch.setattr(backend, "DEVICES", ("cpu",))
-        monkeypatch.setattr(backend, "unavailable", lambda: None)
+    monkeypatch.setattr(portable, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_missing", lambda: None)
+    monkeypatch.setattr(hopper, "_failed", [])
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     calls.forget()
     return driver

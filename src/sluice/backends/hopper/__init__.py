@@ -1,13 +1,20 @@
-"""Gluon kernels for Hopper: what they do better than the portable Triton kernels, and no more."""
+"""Gluon kernels for Hopper: what they do better than the portable Triton kernels, and no more.
+
+Gluon is experimental, and each release of Triton renames some of it (``gluon_api.py``). A release
+becomes tested when the suite has run with it on a GPU. A newer one is tried: if the kernels do not
+compile or load, the backend gives up for this process and says why, and Triton's kernels serve.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from sluice.backends import Launch, module_of
+from sluice.contract.errors import GaveUpError
 from sluice.contract.meta import Meta
 from sluice.contract.spec import DeltaSpec, Spec
 
@@ -20,14 +27,20 @@ DEVICES = ("cuda",)
 OPS = {"prefill": "prefill"}
 ALIGNED = ("q", "k", "v", "out")
 """TMA reaches addresses that are multiples of 16 bytes."""
+OLDEST = (3, 6)
+"""The first release of Triton whose Gluon has what the kernels use."""
 TESTED = ("3.6",)
-"""Versions of Triton, whose Gluon is experimental, with which the kernels ran on a GPU."""
+"""Releases with which the kernels ran on a GPU."""
 TMA_BYTES = 16
+
+_failed: list[str] = []
+"""Why the kernels do not work with this release, once that has been seen."""
 
 
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernels."""
-    launch: Launch = module_of(__name__, OPS, spec.op).launches(spec).bound()
+    with _trial():
+        launch: Launch = module_of(__name__, OPS, spec.op).launches(spec).bound()
     return launch
 
 
@@ -39,19 +52,56 @@ def compile(
     """Compile what these calls, and such of other sizes, need, on all cores, and load it."""
     from sluice.backends.triton import kernel_calls, launch
 
-    launch.compile_and_load(kernel_calls(__name__, OPS, specs), share, progress)
+    with _trial():
+        launch.compile_and_load(kernel_calls(__name__, OPS, specs), share, progress)
+
+
+def unavailable() -> str | None:
+    """What is missing: Triton 3.6, a GPU, or kernels that work with a newer Triton."""
+    return _missing() or (_failed[0] if _failed else None)
+
+
+def untried() -> str | None:
+    """The release of Triton, if the kernels never ran with it on a GPU."""
+    if triton is None or _release() in TESTED:
+        return None
+    return f"never ran with Triton {triton.__version__}, only with {', '.join(TESTED)}"
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """What is missing: a tested Triton, or a GPU of compute capability 9.0."""
+def _missing() -> str | None:
     if triton is None:
         return "the package triton is not installed"
-    if ".".join(triton.__version__.split(".")[:2]) not in TESTED:
-        return f"tested with Triton {', '.join(TESTED)}, found {triton.__version__}"
+    if tuple(map(int, _release().split("."))) < OLDEST:
+        return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {triton.__version__}"
     if not torch.cuda.is_available():
         return "no CUDA device"
     return None
+
+
+def _release() -> str:
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+@contextlib.contextmanager
+def _trial() -> Iterator[None]:
+    """In this scope kernels compile and load. Of an untried release, any error ends the trial."""
+    try:
+        yield
+    except Exception as error:
+        if untried() is None:
+            raise
+        _failed.append(f"does not work with Triton {triton.__version__}: {_reason(error)}")
+        raise GaveUpError(_failed[-1]) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause of an error, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = getattr(error, "error_message", None) or str(error)  # Triton's has its source around it
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def refuse(spec: Spec) -> str | None:
