@@ -7,6 +7,10 @@
   them nothing can be compiled ahead, and the backend says so (``unavailable``).
 - ``ASTSource`` and ``GluonASTSource``: a kernel and its types, for ``triton.compile``.
 
+The kernels themselves use public names that are the same in these releases. One default changes:
+``enable_fp_fusion`` is on up to 3.9, which warns where it is not given, and off from 3.10. Every
+launch gives it (``arguments.kernel_call``).
+
 ``tests/test_private.py`` fails if one of them is gone.
 """
 
