@@ -12,6 +12,8 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+import triton
+
 import sluice
 from sluice.backends.hopper import prefill
 from sluice.backends.hopper.chunks_kernel import hopper_chunks_kernel
@@ -100,6 +102,14 @@ SPILLS = {"states, 128 columns": 176, "states, 128 columns, own states": 464}
 not named. Triton 3.6 spills 144 bytes, none of them in a loop over chunks; Triton 3.8 spills 168.
 Of states without slots Triton 3.8 spills 456 bytes, and touches them five times in its loops.
 """
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    SPILLS = {
+        "states, 128 columns, no norm": 128,
+        "states, 128 columns": 264,
+        "states, 128 columns, own states": 520,
+    }
+    """With its newer ptxas: places of threads, of which a chunk loads three words. All but 8 bytes
+    come from an option that Triton sets around a fault of ptxas (docs/kernels/triton.md)."""
 
 
 @pytest.mark.slow

@@ -52,7 +52,12 @@ CALLS = (
 """Of tests/gpu/calls.py."""
 PREFILLS = ("narrow", "split", "per key")
 """Of test_prefill_compile.py."""
-GLUON = ("chunks, raw gates and norm", "states, 64 columns", "segments' effects")
+GLUON = (
+    "chunks, raw gates and norm",
+    "states, 64 columns",
+    "states, 128 columns",
+    "segments' effects",
+)
 """Of test_hopper.py; these compile for sm_90 alone."""
 NVIDIA = [target for target in TARGETS if target.startswith("sm")]
 SPILLS = {**test_prefill_compile.SPILLS, "step_kernel": 160}
