@@ -61,7 +61,9 @@ GLUON = (
 """Of test_hopper.py; these compile for sm_90 alone."""
 NVIDIA = [target for target in TARGETS if target.startswith("sm")]
 SPILLS = {**test_prefill_compile.SPILLS, "step_kernel": 160}
-"""Bytes of stack per thread; 64 where a kernel is not named."""
+SPILLS_ELSEWHERE = {**SPILLS, "prefill_products_kernel": 96, "prefill_key_kernel": 1792}
+"""Bytes of stack per thread on Hopper and on other GPUs, 64 where a kernel is not named. Without
+Hopper's products the kernel of decay per key spills in every release."""
 
 
 def launched(target: str) -> dict[str, KernelCall]:
@@ -118,7 +120,8 @@ def test_every_launch_says_whether_products_and_sums_are_fused(target):
 @pytest.mark.parametrize("target", NVIDIA)
 def test_a_kernel_compiles_without_a_warning_and_fits(target, kernel):
     used = resources(compile_for(launched(target)[kernel], target))
-    assert used.spills <= SPILLS.get(kernel, 64), used
+    allowed = SPILLS if target == "sm_90" else SPILLS_ELSEWHERE
+    assert used.spills <= allowed.get(kernel, 64), used
     assert used.shared <= 1024 * SHARED[target], used
 
 

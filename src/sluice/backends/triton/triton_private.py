@@ -6,6 +6,7 @@
 - A kernel's ``params``: which are constants, and which the compiler must know nothing of. Without
   them nothing can be compiled ahead, and the backend says so (``unavailable``).
 - ``ASTSource`` and ``GluonASTSource``: a kernel and its types, for ``triton.compile``.
+- ``InterpreterBuilder``: where kernels are interpreted, masks are made boolean (``_mend_masks``).
 
 The kernels themselves use public names that are the same in these releases. One default changes:
 ``enable_fp_fusion`` is on up to 3.9, which warns where it is not given, and off from 3.10. Every
@@ -69,6 +70,33 @@ def hooks_of(kernel: Any) -> list[Any]:
 def changed() -> bool:
     """Whether a program has set a knob or a launch hook. Asked in every call: it takes 0.2 µs."""
     return bool(_set_runtime or _set_compilation or any(_called))
+
+
+def _mend_masks() -> None:
+    """Let the interpreter take every mask that the compiler takes.
+
+    To the interpreter, the result of a comparison has the type of what was compared. A scalar one
+    that is broadcast becomes an array of integers, which 3.9 refuses as a mask.
+    """
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def boolean(mask: Any) -> Any:
+        return handle(mask.data.astype(bool), triton.language.int1)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        return load(self, ptrs, boolean(mask), *more, **named)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        return store(self, ptrs, value, boolean(mask), *more, **named)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+
+
+if getattr(_runtime, "interpret", False):
+    _mend_masks()
 
 
 def source(kernel: Any, signature: dict[str, str], constants: Any, attributes: Any) -> Any:
