@@ -24,7 +24,7 @@ import sluice.backends
 from sluice.backends import cuda_driver
 from sluice.backends.triton import compiler, interpreted, launch, prefill
 from sluice.backends.triton.arguments import KernelCall
-from tests.gpu import test_hopper, test_prefill_compile
+from tests.gpu import gluon_kernels, prefill_kernels
 from tests.gpu.calls import by_name
 from tests.gpu.cross import (
     DEVICE,
@@ -51,16 +51,16 @@ CALLS = (
 )
 """Of tests/gpu/calls.py."""
 PREFILLS = ("narrow", "split", "per key")
-"""Of test_prefill_compile.py."""
+"""Of tests/gpu/prefill_kernels.py."""
 GLUON = (
     "chunks, raw gates and norm",
     "states, 64 columns",
     "states, 128 columns",
     "segments' effects",
 )
-"""Of test_hopper.py; these compile for sm_90 alone."""
+"""Of tests/gpu/gluon_kernels.py; these compile for sm_90 alone."""
 NVIDIA = [target for target in TARGETS if target.startswith("sm")]
-SPILLS = {**test_prefill_compile.SPILLS, "step_kernel": 160}
+SPILLS = {**prefill_kernels.SPILLS, "step_kernel": 160}
 SPILLS_ELSEWHERE = {**SPILLS, "prefill_products_kernel": 96, "prefill_key_kernel": 1792}
 """Bytes of stack per thread on Hopper and on other GPUs, 64 where a kernel is not named. Without
 Hopper's products the kernel of decay per key spills in every release."""
@@ -81,11 +81,11 @@ def launched(target: str) -> dict[str, KernelCall]:
 
 
 def prefill_calls(name: str, target: str) -> Iterator[KernelCall]:
-    if target in test_prefill_compile.PLANS:
-        yield from test_prefill_compile.launches(name, target)
+    if target in prefill_kernels.PLANS:
+        yield from prefill_kernels.launches(name, target)
         return
     with gpu_like(target) as device:
-        (spec,) = specs_of(test_prefill_compile.CALLS[name][1], device)
+        (spec,) = specs_of(prefill_kernels.CALLS[name][1], device)
         for launches in prefill.all_launches(spec):
             yield from launches.calls
 
@@ -103,7 +103,7 @@ KERNELS = sorted(kernels_of("triton"))
 
 def test_a_launch_of_every_kernel_is_here():
     assert set(KERNELS) == set(launched("sm_90"))
-    assert kernels_of("hopper") == {test_hopper.KERNELS[name][0].__name__ for name in GLUON}
+    assert kernels_of("hopper") == {gluon_kernels.KERNELS[name][0].__name__ for name in GLUON}
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -112,7 +112,7 @@ def test_every_launch_says_whether_products_and_sums_are_fused(target):
     for call in launched(target).values():
         assert isinstance(call.options["enable_fp_fusion"], bool), call.kernel.__name__
     for name in GLUON:
-        assert test_hopper.kernel_call(name).options["enable_fp_fusion"] is True
+        assert gluon_kernels.kernel_call(name).options["enable_fp_fusion"] is True
 
 
 @pytest.mark.slow
@@ -128,11 +128,11 @@ def test_a_kernel_compiles_without_a_warning_and_fits(target, kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GLUON)
 def test_a_gluon_kernel_compiles_without_a_warning_and_fits(name):
-    compiled = compile_for(test_hopper.kernel_call(name), "sm_90")
+    compiled = compile_for(gluon_kernels.kernel_call(name), "sm_90")
     used = resources(compiled)
-    assert used.spills <= test_hopper.SPILLS.get(name, 64), used
+    assert used.spills <= gluon_kernels.SPILLS.get(name, 64), used
     assert used.shared <= 1024 * SHARED["sm_90"], used
-    assert test_hopper.hurried(compiled.asm["ptx"]) == []
+    assert gluon_kernels.hurried(compiled.asm["ptx"]) == []
 
 
 BYTES = {"matrix": 128, "pointer": 8, "q": 8, "i": 4, "f": 4}
@@ -151,7 +151,7 @@ def test_a_compiled_kernel_takes_the_parameters_that_a_launch_gives(monkeypatch)
     """What a release adds behind a kernel's own parameters is known, and nothing else came."""
     monkeypatch.setattr(cuda_driver, "load", lambda *_: 0)
     monkeypatch.setattr(cuda_driver, "Layout", list)
-    for call in (launched("sm_90")["decode_kernel"], test_hopper.kernel_call(GLUON[0])):
+    for call in (launched("sm_90")["decode_kernel"], gluon_kernels.kernel_call(GLUON[0])):
         compiled = compile_for(call, "sm_90")
         code = launch._load(compiler.variant(call), compiled, DEVICE)
         assert parameter_bytes(compiled.asm["ptx"]) == [BYTES[kind] for kind in code.layout]
@@ -161,7 +161,7 @@ def main() -> None:
     for target in sys.argv[1:] or NVIDIA:
         calls = dict(launched(target))
         if target == "sm_90":
-            calls |= {name: test_hopper.kernel_call(name) for name in GLUON}
+            calls |= {name: gluon_kernels.kernel_call(name) for name in GLUON}
         print(f"\n{target:42} registers  stack  shared")
         for name, call in calls.items():
             used = resources(compile_for(call, target))
