@@ -13,6 +13,9 @@ RESULTS     ?= benchmarks/results
 RELEASES      := 5.2.0 5.12.1
 RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
   certifi==2026.10.18 typer-slim==0.24.0
+# the oldest Triton whose kernels are tested beside the newest, and the GPUs it compiles for
+TRITONS       := 3.6.0
+TRITON_TESTS  := "not sm_89 and not sm_100"
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -42,8 +45,8 @@ bench-gpu:  ## every operator beside the peers found, on this GPU, in under eigh
 bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs from the results
 	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
 
-# the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers
-test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp))  ## every test
+# the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers and Triton
+test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp))  ## every test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
 	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py
@@ -52,12 +55,18 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-
 	    $(PY) -m pytest -n $(WORKERS) tests/integrations/test_transformers*.py \
 	    --ignore tests/integrations/test_transformers_bf16.py || exit 1; \
 	done
+	for release in $(if $(PYTEST_ARGS),,$(TRITONS)); do \
+	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/triton-$$release \
+	    $(PY) -m pytest -n $(WORKERS) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
+	    tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py || exit 1; \
+	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
 	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
-	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py $(PYTEST_ARGS)
+	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py \
+	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
 	  $(PYTEST_ARGS)
 
@@ -108,4 +117,9 @@ $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp
 	@echo "installing transformers $* beside the newest ..."
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
 	  transformers==$* $(RELEASE_NEEDS)
+	@touch $@
+
+$(VENV)/triton-%/.stamp: $(VENV)/.dev-stamp
+	@echo "installing Triton $* beside the newest ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
 	@touch $@

@@ -188,6 +188,9 @@ def forget() -> None:
     _bind.cache_clear()
 
 
+dispatch.when_a_backend_gives_up.append(forget)
+
+
 def _described(
     op: Operator, tensors: Sequence[Tensor | None], options: tuple[Any, ...], form: Any
 ) -> tuple[Any, tuple[Output, ...]]:

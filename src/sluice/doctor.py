@@ -60,10 +60,14 @@ def doctor(device: str | None = None) -> str:
         device: "cpu" or "cuda"; the GPU where there is one by default.
     """
     where = _device(device)
+    for spec in specs(next(iter(PRESETS.values())), where):
+        dispatch.try_out(spec)
     lines = [*_machine(), "", "Backends, fastest first"]
     for name in dispatch.ORDER:
         missing = dispatch.unavailable(name)
         state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
+        if not missing and (untried := dispatch.untried(name)):
+            state += f"; {untried}"
         lines.append(f"  {name:<10} {state}")
         lines += [f"  {'':<10} {note}" for note in dispatch.notes(name)]
     lines += ["", f"Who serves what on {where} (bfloat16 inputs, float32 state)"]
