@@ -187,7 +187,7 @@ def test_decode_of_states_with_v_last(T, strided):
 @pytest.mark.parametrize("mode", ["plain", "buffer", "per token", "frozen", "elsewhere"])
 def test_pools_of_any_stride_give_the_bits_of_a_contiguous_one(how, mode):
     T, (qkv, names) = 3, draft(3)
-    read = torch.tensor([7, -1, 0, 3])
+    read = torch.tensor([0, 7, -1, 3])  # slot 0, then padding
     memory = drawn(20, 8, 8, 16, seed=8)
     cut = {"page": (4, 8), "heads": (slice(None, None, 2), 8), "inner": (4, slice(None, None, 2))}
     heads, inner = cut[how]

@@ -204,11 +204,13 @@ def _decode(
     B, T = q.shape[:2]
     given: dict[str, Any] = {"scale": options[0], "normalize_qk": options[1]}
     given |= {"A_log": gates[0], "dt_bias": gates[1], "state_layout": options[2]}
+    whole, o = read is None or not keep_padded, None
     if output is not None:
         need(output.shape == v.shape, op, "output", f"shape {list(v.shape)}", list(output.shape))
-    whole = read is None or not keep_padded
-    ours = output is not None and whole and output.dtype == v.dtype and output.stride(-1) == 1
-    o = output if ours else v.new_empty(v.shape)
+        if whole and output.dtype == v.dtype and output.stride(-1) == 1:
+            o = output
+    if o is None:
+        o = v.new_empty(v.shape)
     serve = ops.decode if T <= MAX_DECODE_TOKENS else ops.prefill
     if buffer is None and per_token is None and dense(pool):
         target = torch.full((B,), -1, device=q.device) if frozen else write
@@ -226,7 +228,7 @@ def _decode(
         if per_token is None and not frozen:
             target = rows if write is None else torch.where(live, write.long(), -1)
             scatter(pool, target, S)
-    if output is None or ours:
+    if output is None or o is output:
         return o, pool
     if not whole:
         assert read is not None
