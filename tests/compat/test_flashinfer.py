@@ -155,22 +155,24 @@ def test_use_cp_and_a_chunk_length_are_plans(use_cp, cut, monkeypatch):
 def test_a_checkpoint_is_the_state_of_a_call_that_ended_there(every, dtype):
     q, k, v, g, beta, S = packed()
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    whole = torch.tensor([0, 200])
-    count = 200 // every
-    kept, starts = torch.full((count, 4, 8, 8), float("nan")), torch.tensor([0, count])
+    borders, lengths = torch.tensor([0, 136, 200]), (136, 64)
+    counts = [n // every for n in lengths]
+    kept = torch.full((sum(counts), 4, 8, 8), float("nan"))
     chunk_gated_delta_rule(
-        *(q, k, v, g.exp(), beta, None, S[:1], False, whole),
+        *(q, k, v, g.exp(), beta, None, S[:2], False, borders),
         state_checkpoints=kept,
-        checkpoint_cu_starts=starts,
+        checkpoint_cu_starts=torch.tensor([0, counts[0], sum(counts)]),
         checkpoint_every_n_tokens=every,
         use_cp=False,
     )
-    for i in range(count):
-        n = (i + 1) * every
-        part = [x[:n] for x in (q, k, v, g.exp(), beta)]
-        ends = torch.tensor([0, n])
-        _, alone = chunk_gated_delta_rule(*part, None, S[:1], True, ends, use_cp=False)
-        assert_same_bits(kept[i : i + 1], alone, f"after {n} tokens")
+    alone = []
+    for i, start in enumerate((0, 136)):
+        for j in range(1, counts[i] + 1):
+            part = [x[start : start + j * every] for x in (q, k, v, g.exp(), beta)]
+            ends = torch.tensor([0, j * every])
+            options = {"cu_seqlens": ends, "use_cp": False, "output_final_state": True}
+            alone.append(chunk_gated_delta_rule(*part, None, S[i : i + 1], **options)[1])
+    assert_same_bits(kept, torch.cat(alone), "checkpoints")
 
 
 def test_checkpoints_of_a_bfloat16_pool_are_not_rounded_to_bfloat16():

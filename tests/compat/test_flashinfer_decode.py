@@ -206,7 +206,7 @@ def test_pools_of_any_stride_give_the_bits_of_a_contiguous_one(how, mode):
             x["ssm_state_indices"] = torch.arange(8, 20, dtype=torch.int32).view(4, 3)
     if mode == "elsewhere":
         for x in options:
-            x["output_state_indices"] = torch.tensor([9, 8, -1, 10])
+            x["output_state_indices"] = torch.tensor([9, -1, 8, 10])
     o, same = gated_delta_rule_mtp(*qkv, pool, read, **names, **options[0])
     expected, _ = gated_delta_rule_mtp(*qkv, dense, read, **names, **options[1])
     assert same is pool
