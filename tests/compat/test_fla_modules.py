@@ -100,6 +100,7 @@ def test_one_token_a_sequence_updates_the_cache_in_place(packed):
     close([y.view(3, 1, 6), cache], exact[:2])
     with torch.no_grad():
         y, final = module(given, output_final_state=True, cu_seqlens=borders)
+        assert module(given, cu_seqlens=borders)[1] is None
     exact = oracle.conv(x, taps, offset, state=torch.zeros(3, 6, 4))
     close([y.view(3, 1, 6), final], exact[:2])
 
