@@ -17,9 +17,12 @@ from sluice.compat import common
 from sluice.compat import fla_gates as gating
 from sluice.compat.common import need
 from sluice.compat.fla_conv import causal_conv1d, causal_conv1d_update
+from sluice.compat.fla_modules import FusedRMSNormGated, ShortConvolution, rms_norm_gated
 from sluice.contract.spec import MAX_DECODE_TOKENS
 
 __all__ = [
+    "FusedRMSNormGated",
+    "ShortConvolution",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
@@ -28,6 +31,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
+    "rms_norm_gated",
 ]
 
 
