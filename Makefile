@@ -9,6 +9,10 @@ BENCH_ARGS  ?=
 GPU_WORKERS ?= 12
 GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d,torch
 RESULTS     ?= benchmarks/results
+# address of the repository, for the links and addresses of a release
+REPOSITORY  ?=
+# distributions that `make wheel` builds: this one, and any in packages/
+PACKAGES    ?= . $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
 # transformers releases tested beside the newest, and what they do not share with it
 RELEASES      := 5.2.0 5.12.1
 RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
@@ -22,7 +26,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format clean
+.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +47,12 @@ bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs f
 	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
 
 # the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers
-test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp))  ## every test
+test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice-gdn[release]: build and twine ..."
+	@$(PIP) --no-build-isolation --editable '.[release]'
+	@touch $@
+
+$(VENV)/transformers-%/.stamp))  ## every test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
 	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py
@@ -79,6 +88,14 @@ format: $(VENV)/.dev-stamp  ## let ruff rewrite the files
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty environment
+	rm -rf build dist
+	for package in $(PACKAGES); do \
+	  SLUICE_REPOSITORY=$(REPOSITORY) $(PY) -m build --no-isolation --outdir dist $$package || exit 1; \
+	done
+	$(VENV)/bin/twine check --strict dist/*
+	$(PY) tools/check_dist.py dist
+
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
@@ -95,13 +112,18 @@ $(VENV)/.torch-stamp: constraints.txt
 	@touch $@
 
 $(VENV)/.demo-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
-	@echo "installing sluice[demo] ..."
+	@echo "installing sluice-gdn[demo] ..."
 	@$(PIP) --no-build-isolation --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
-	@echo "installing sluice[dev]: test tools, transformers, numba, linters ..."
+	@echo "installing sluice-gdn[dev]: test tools, transformers, numba, linters ..."
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice-gdn[release]: build and twine ..."
+	@$(PIP) --no-build-isolation --editable '.[release]'
 	@touch $@
 
 $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp

@@ -161,7 +161,7 @@ def test_demo_works_without_rich(small_demo, without, capsys):
 
 def test_demo_without_transformers_names_the_extra(without, capsys):
     without("transformers")
-    assert 'pip install "sluice[transformers]"' in refused(capsys, "demo")
+    assert 'pip install "sluice-gdn[transformers]"' in refused(capsys, "demo")
 
 
 def test_mistakes_are_answered_with_what_was_expected(capsys, tmp_path):

@@ -25,9 +25,8 @@ from sluice.ops import (
 )
 from sluice.settings import validate
 from sluice.state_pool import PoolGeometry, StatePool, StateSnapshot
+from sluice.version import __version__
 from sluice.warmup import warmup
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BackendError",

@@ -367,6 +367,6 @@ def _need_transformers() -> None:
         import transformers
     except ImportError as error:
         raise MissingDependencyError(
-            'the demo compares with transformers: pip install "sluice[transformers]"'
+            'the demo compares with transformers: pip install "sluice-gdn[transformers]"'
         ) from error
     transformers.logging.set_verbosity_error()  # hides its advice to install other packages

@@ -14,6 +14,7 @@ from sluice import calls, dispatch, ops
 from sluice.contract.spec import Spec
 from sluice.layers.qwen import PRESETS, QwenShape
 from sluice.model_calls import Kinds, ModelCalls
+from sluice.version import __version__
 
 PACKAGES = ("torch", "triton", "numba", "transformers", "onnxruntime", "safetensors")
 
@@ -92,7 +93,7 @@ def _device(device: str | None) -> torch.device:
 
 def _machine() -> Iterator[str]:
     cores = os.cpu_count()
-    yield f"sluice {importlib.metadata.version('sluice') if _installed('sluice') else '(source)'}"
+    yield f"sluice {__version__}"
     yield f"  Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"  {cores} cores, {torch.get_num_threads()} torch threads"
     for index in range(torch.cuda.device_count()):

@@ -314,6 +314,6 @@ def _safetensors() -> ModuleType:
         import safetensors.torch
     except ImportError as error:
         raise MissingDependencyError(
-            "saving and loading state needs safetensors: pip install 'sluice[pool]'"
+            "saving and loading state needs safetensors: pip install 'sluice-gdn[pool]'"
         ) from error
     return safetensors

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="needs sluice[transformers]")
-pytest.importorskip("onnxscript", reason="needs sluice[onnx]")
-pytest.importorskip("onnxruntime", reason="needs sluice[onnx]")
+pytest.importorskip("transformers", reason="needs sluice-gdn[transformers]")
+pytest.importorskip("onnxscript", reason="needs sluice-gdn[onnx]")
+pytest.importorskip("onnxruntime", reason="needs sluice-gdn[onnx]")
 
 import onnx_ir
 import onnxruntime
@@ -317,5 +317,7 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
     out = str(tmp_path / "nowhere" / "x.onnx")
     assert cli.main(["export", "--model", str(tmp_path), "--out", out]) == 2
     assert "--out: expected a file in a directory that exists" in capsys.readouterr().err
-    with pytest.raises(SluiceError, match=r'needs no_such_package: pip install "sluice\[onnx\]"'):
+    with pytest.raises(
+        SluiceError, match=r"needs no_such_package: pip install .sluice-gdn\[onnx\]"
+    ):
         need("no_such_package")
