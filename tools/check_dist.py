@@ -59,8 +59,9 @@ def check_wheel(path: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     kept = {
         file.relative_to(ROOT / "src").as_posix()
-        for file in (ROOT / "src" / "sluice").rglob("*")
+        for file in (ROOT / "src").rglob("*")
         if file.is_file() and file.suffix not in (".pyc", ".nbc", ".nbi")
+        if ".egg-info" not in file.as_posix()
     }
     assert names == kept, f"{path.name}: {sorted(names ^ kept)} differ"
     print(f"{path.name}: {len(kept)} files, {path.stat().st_size >> 10} KiB")

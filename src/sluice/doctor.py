@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sluice import calls, dispatch, ops
+from sluice.contract.names import BackendName, OperatorName
 from sluice.contract.spec import Spec
 from sluice.layers.qwen import PRESETS, QwenShape
 from sluice.model_calls import Kinds, ModelCalls
@@ -20,7 +21,11 @@ PACKAGES = ("torch", "triton", "numba", "transformers", "onnxruntime", "safetens
 
 
 def explain(
-    op: str, *args: Any, backend: str | None = None, device: str | None = None, **kwargs: Any
+    op: OperatorName,
+    *args: Any,
+    backend: BackendName | None = None,
+    device: str | None = None,
+    **kwargs: Any,
 ) -> dispatch.Explanation:
     """Which backend would serve this call, and why the others do not. Nothing is run.
 
@@ -64,6 +69,8 @@ def doctor(device: str | None = None) -> str:
     lines = [*_machine(), "", "Backends, fastest first"]
     for name in dispatch.ORDER:
         missing = dispatch.unavailable(name)
+        if missing and not torch.cuda.is_available() and dispatch.devices(name) == ("cuda",):
+            missing = "no CUDA device"  # whatever else is missing makes no difference here
         state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
         lines.append(f"  {name:<10} {state}")
     lines += ["", f"Who serves what on {where} (bfloat16 inputs, float32 state)"]

@@ -172,6 +172,33 @@ def test_the_table_does_without_rich(capsys, monkeypatch):
 # --------------------------------------------------------------------------------------- comparing
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_busy_run_compares_with_nothing(which, tmp_path, capsys):
+    runs = [sample(), sample()]
+    runs[which].machine["others"] = 0.4
+    assert compared(tmp_path, *runs) == 2
+    name = ("old", "new")[which]
+    assert f"took 40% of the cores during the {name} run" in capsys.readouterr().out
+
+
+def test_results_without_a_common_row_compare_with_nothing(tmp_path, capsys):
+    other = sample()
+    for row in other.rows:
+        row.workload += "/other"
+    assert compared(tmp_path, sample(), other) == 2
+    assert "no row is in both: nothing was compared" in capsys.readouterr().out
+
+
+def test_what_is_above_the_floor_is_explained(capsys):
+    results = sample()
+    table.show(results)
+    plain = capsys.readouterr().out
+    results.rows[0].of_floor = 1.27
+    table.show(results)
+    assert "above 100%" in capsys.readouterr().out
+    assert ("above 100%" in plain) == any((r.of_floor or 0) > 1 for r in sample().rows)
+
+
 def compared(tmp_path, before, after, *arguments):
     before.save(tmp_path / "a.json")
     after.save(tmp_path / "b.json")

@@ -85,6 +85,25 @@ def greedy_torch(model, ids, tokens):
         return model.generate(ids, **options)[:, ids.shape[1] :]
 
 
+def test_a_runner_refuses_what_its_graph_does_not_take(exported):
+    run = Runner(exported.path, 2, threads=1)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    for given, words in (
+        (ids.tolist(), "input_ids: expected a tensor, got list"),
+        (ids.int(), "expected dtype torch.int64, got torch.int32"),
+        (ids[:1], r"expected shape \[2, tokens\], got shape \[1, 3\]"),
+        (ids[0], r"got shape \[3\]"),
+        (ids[:, :0], r"got shape \[2, 0\]"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            run(given)
+    for batch in (0, "2"):
+        with pytest.raises(ContractError, match="batch: expected an int of at least 1"):
+            Runner(exported.path, batch)
+    with pytest.raises(ContractError, match="path: expected a file"):
+        Runner(exported.path.parent)
+
+
 def greedy_onnx(run, ids, tokens, first):
     """The prompt in calls of ``first`` tokens at most, then token by token."""
     for part in ids.split(first, dim=1):
