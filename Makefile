@@ -26,7 +26,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format wheel clean
+.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format docs wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,11 +43,17 @@ bench-gpu:  ## every operator beside the peers found, on this GPU, in under eigh
 	PYTHONPATH=src $(PYTHON) -m sluice.cli bench --device cuda --peers $(GPU_PEERS) --time-limit 440 \
 	  --json $(RESULTS)/gpu.json --html $(RESULTS)/gpu.html $(BENCH_ARGS)
 
-bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs from the results
-	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
+bench-docs: $(VENV)/.dev-stamp  ## write the tables and the chart of the docs from the results
+	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) docs/benchmarks.md
+	$(PY) tools/charts.py
 
 # the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers
-test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/.docs-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice-gdn[docs]: mkdocs-material and mkdocstrings ..."
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 	@echo "installing sluice-gdn[release]: build and twine ..."
 	@$(PIP) --no-build-isolation --editable '.[release]'
 	@touch $@
@@ -87,6 +93,10 @@ lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
 format: $(VENV)/.dev-stamp  ## let ruff rewrite the files
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: $(VENV)/.docs-stamp  ## the documentation as a site, in build/site
+	$(VENV)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty environment
 	rm -rf build dist

@@ -110,7 +110,7 @@ def footer(results: Results) -> list[str]:
         f"medians of {run['rounds']} rounds in turn, inputs out of the cache, each checked against "
         f"the float64 oracle first; {run['processes']}; {run['seconds']:.0f} s",
     ]
-    if any((row.of_floor or 0.0) > 1 for row in results.rows):
+    if any((row.share or 0.0) > 1 for row in results.rows):
         out.append(ABOVE_FLOOR)
     if results.has_eager:
         out.append(EAGER_NOTE)
