@@ -38,7 +38,7 @@ def wrong(x: Tensor, pool: sluice.StatePool) -> None:
     sluice.prefill(x, x, x, state_layout="vv")  # type: ignore[arg-type]
     sluice.prefill(x, x, x, layout="btd")  # type: ignore[arg-type]
     sluice.decode(x, x, x, backend="cuda")  # type: ignore[arg-type]
-    sluice.causal_conv1d(x, x, activation="relu")  # type: ignore[arg-type]
+    sluice.conv_qkv(x, x, num_k_heads=1, num_v_heads=1, activation="relu")  # type: ignore[arg-type]
     sluice.rms_norm_gated(x, x, x, activation="none")  # type: ignore[arg-type]
     sluice.explain("prefil", x)  # type: ignore[arg-type]
     sluice.use_backend("cuda")  # type: ignore[arg-type]

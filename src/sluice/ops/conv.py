@@ -23,7 +23,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: ConvActivation | None = "silu",
+    activation: str | None = "silu",
     state: Tensor | None = None,
     slots: Tensor | None = None,
     write_slots: Tensor | None = None,
