@@ -95,7 +95,7 @@ format: $(VENV)/.dev-stamp  ## let ruff rewrite the files
 	$(VENV)/bin/ruff format .
 
 docs: $(VENV)/.docs-stamp  ## the documentation as a site, in build/site
-	$(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
 wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty environment

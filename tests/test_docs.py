@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+
+import sluice
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
@@ -43,8 +44,7 @@ def test_the_python_of_a_guide_runs(guide, tmp_path, monkeypatch):
     names: dict = {"__name__": guide}
     found = blocks(ROOT / "docs" / f"{guide}.md")
     assert found
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a slower backend, where a package is not installed
+    with sluice.use_backend("reference"):  # nothing is compiled
         for i, code in enumerate(found):
             exec(compile(code, f"{guide}.md, block {i + 1}", "exec"), names)
 
@@ -52,7 +52,8 @@ def test_the_python_of_a_guide_runs(guide, tmp_path, monkeypatch):
 def test_the_python_of_the_readme_runs():
     first, *_ = blocks(ROOT / "README.md")
     names: dict = {}
-    exec(first, names)
+    with sluice.use_backend("reference"):
+        exec(first, names)
     assert names["o"].shape == (2, 1, 16, 128)
 
 
@@ -96,8 +97,6 @@ def test_every_page_is_in_the_sites_navigation():
 
 
 def test_every_public_name_is_in_the_reference():
-    import sluice
-
     text = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/reference/*.md"))
     shown = set(re.findall(r"^::: sluice\.(\w+)$", text, re.MULTILINE))
     shown |= {"accelerate", "restore"}  # with the rest of their module
@@ -128,4 +127,6 @@ def test_docstrings_are_shown_without_signs_for_terminals():
     docstrings = _tool("docstrings")
     text = docstrings.LITERAL.sub(docstrings._opening, "Rows::\n\n    y = x\n\n::\n\n    z\n")
     assert "::" not in text
+    shown = docstrings.EXAMPLE.search("text\n\n>>> f(1)\n[1, 2]\n>>> g()\n3\n\nmore")
+    assert shown[0] == ">>> f(1)\n[1, 2]\n>>> g()\n3\n"
     assert docstrings.ROLE.sub(r"`\1`", "see :func:`prefill`") == "see `prefill`"

@@ -1,6 +1,7 @@
 """Docstrings of this library as the documentation site shows them (a griffe extension).
 
-They are written to be read in a terminal: ``::`` before an equation, ``:func:`` before a name.
+They are written to be read in a terminal: ``::`` before an equation, ``:func:`` before a name,
+examples as they would be typed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from griffe import Extension, Object
 
 LITERAL = re.compile(r"^( *)(.*?)::\n(?=\n)", re.MULTILINE)
+EXAMPLE = re.compile(r"^>>> .*\n(?:.+\n?)*", re.MULTILINE)
 ROLE = re.compile(r":(?:func|class|meth|mod|attr):`~?([\w.]+)`")
 
 
@@ -21,6 +23,7 @@ class Docstrings(Extension):
         """Called once for each object."""
         if obj.docstring is not None:
             text = LITERAL.sub(_opening, obj.docstring.value)
+            text = EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text)
             obj.docstring.value = ROLE.sub(lambda found: f"`{found[1]}`", text)
 
 

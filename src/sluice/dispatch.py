@@ -206,7 +206,7 @@ def unavailable(name: str) -> str | None:
         reason: str | None = _module(name).unavailable()
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
         return f"cannot be imported: {error}"
-    if reason is not None and reason.endswith("is not installed"):
+    if reason is not None and name in EXTRAS and reason.endswith("is not installed"):
         return f"{reason}: pip install 'sluice-gdn[{EXTRAS[name]}]'"
     return reason
 

@@ -69,7 +69,7 @@ def doctor(device: str | None = None) -> str:
     lines = [*_machine(), "", "Backends, fastest first"]
     for name in dispatch.ORDER:
         missing = dispatch.unavailable(name)
-        if missing and not torch.cuda.is_available() and dispatch.devices(name) == ("cuda",):
+        if missing and dispatch.EXTRAS.get(name) == "gpu" and not torch.cuda.is_available():
             missing = "no CUDA device"  # whatever else is missing makes no difference here
         state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
         lines.append(f"  {name:<10} {state}")
