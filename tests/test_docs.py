@@ -119,7 +119,9 @@ def test_the_chart_has_a_bar_for_a_loss():
     charts = _tool("charts")
     text = charts.draw([("a machine", [charts.Bar("decode", 0.5, "2 s, peer 1 s")])], "light")
     assert charts.COLOURS["light"]["loss"] in text
-    assert "0.50x" in text
+    assert ">0.5x<" in text
+    assert charts._times(0.9974) == "0.997x"
+    assert charts._times(1 / 5523) == "1/5,523 "
 
 
 def test_docstrings_are_shown_without_signs_for_terminals():

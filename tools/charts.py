@@ -50,7 +50,7 @@ COLOURS = {
     "light": dict(text="#1f2328", quiet="#59636e", line="#d1d9e0", win="#2f6fde", loss="#c4501b"),
     "dark": dict(text="#e6edf3", quiet="#9198a1", line="#3d444d", win="#6ea8ff", loss="#ff9a66"),
 }
-WIDTH, LEFT, RIGHT, ROW, TOP = 760, 250, 150, 22, 58
+WIDTH, LEFT, RIGHT, ROW, TOP = 860, 275, 215, 22, 58
 LEAST, MOST = math.log2(1 / 8), math.log2(16)
 
 
@@ -89,6 +89,13 @@ def _label(workload: dict[str, Any]) -> str:
     size = f"{int(size):,} tokens" if size.isdigit() else size.replace("x", " x ")
     state = ", bf16 state" if workload["state_dtype"] == "bfloat16" else ""
     return f"{WORDS[workload['op']]}, {size}{state}"
+
+
+def _times(times: float) -> str:
+    """A ratio: with three digits near 1, as a fraction far below it."""
+    if times < 0.1:
+        return f"1/{1 / times:,.0f} "
+    return f"{times:.3f}x" if 0.99 < times < 1.01 else f"{times:.3g}x"
 
 
 def _time(seconds: float) -> str:
@@ -133,12 +140,12 @@ def draw(groups: list[tuple[str, list[Bar]]], theme: str) -> str:
         for bar in found:
             one, end = x(1.0), x(bar.times)
             kind = "win" if bar.times >= 1 else "loss"
-            word = f"{bar.times:.2f}" if bar.times < 10 else f"{bar.times:.1f}"
+            word = _times(bar.times)
             out += [
                 f'<text x="{LEFT - 8}" y="{y + 14}" class="e">{bar.label}</text>',
                 f'<rect x="{min(one, end):.1f}" y="{y + 3}" width="{max(abs(end - one), 1.5):.1f}" '
                 f'height="{ROW - 7}" rx="2" fill="{colour[kind]}"/>',
-                f'<text x="{max(one, end) + 5:.1f}" y="{y + 14}"><tspan class="h">{word}x</tspan>'
+                f'<text x="{max(one, end) + 5:.1f}" y="{y + 14}"><tspan class="h">{word}</tspan>'
                 f'<tspan class="q" dx="6">{bar.detail}</tspan></text>',
             ]
             y += ROW
