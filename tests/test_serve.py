@@ -63,8 +63,26 @@ def test_the_engine_gives_the_tokens_of_one_by_one_generation(
     if slots == 16:
         assert serve.serve(engine, prompts, NEW) == exact  # now from cached prefixes
         assert engine.counts["prompt tokens from the cache"] >= 5 * serve.BLOCK
-    if speculate:
-        assert 0 < engine.counts["right guesses"] <= engine.counts["guesses"]
+
+
+@pytest.mark.parametrize("wrong", [2, 4, 7])
+def test_right_and_wrong_guesses_give_the_same_tokens(
+    serve, model, prompts, exact, wrong, monkeypatch
+):
+    """Guesses that are right, but for every ``wrong``-th token of a sequence."""
+
+    known = list(zip(prompts, exact, strict=True))
+
+    def guess(tokens, n):
+        prompt, made = next((p, x) for p, x in known if tokens[: len(p)] == p)
+        at = len(tokens) - len(prompt)
+        found = [(i + at, token) for i, token in enumerate(made[at : at + n])]
+        return [token if i % wrong else (token + 1) % 512 for i, token in found]
+
+    monkeypatch.setattr(serve, "guess", guess)
+    engine = serve.Engine(model, 16, speculate=3)
+    assert serve.serve(engine, prompts, NEW) == exact
+    assert 0 < engine.counts["right guesses"] < engine.counts["guesses"]
 
 
 def test_a_prefix_that_is_not_restored_is_noticed(serve, model, prompts, exact, monkeypatch):

@@ -144,7 +144,7 @@ def _data(row: Row, workload: dict[str, Any], ours: Row | None = None) -> str:
     """What the table is filtered and sorted by."""
     found = {"op": workload["op"], "provider": row.provider}
     if row.ok and row.median_s is not None:
-        numbers = {"us": row.median_s, "share": row.share, "error": row.error}
+        numbers = {"us": row.median_s, "share": row.share, "distance": row.error}
         if ours is not None and ours.median_s and row.provider != "sluice":
             numbers["ratio"] = row.median_s / ours.median_s
         found |= {name: f"{x:.6g}" for name, x in numbers.items() if x is not None}

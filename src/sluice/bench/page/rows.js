@@ -6,7 +6,7 @@
   const rows = [...body.rows];
   const who = document.getElementById("pick-who");
   // heading -> what a row is sorted by
-  const keys = { "µs": "us", "of floor": "share", "sluice is": "ratio", error: "error" };
+  const keys = { "µs": "us", "of floor": "share", "sluice is": "ratio", error: "distance" };
   const sorting = { key: null, down: false };
 
   function show() {
