@@ -265,7 +265,10 @@
   }
 
   const ours = new Map(rows.filter((r) => r.provider === "sluice").map((r) => [r.workload, r]));
-  const peers = providers.filter((n) => n !== "sluice");
+  // other libraries first, then other ways to call this one
+  const variant = (name) => name.startsWith("sluice:");
+  const others = providers.filter((n) => n !== "sluice");
+  const peers = [...others.filter((n) => !variant(n)), ...others.filter(variant)];
   function pairs(test) {
     return rows.filter((r) => r.provider !== "sluice" && ours.has(r.workload) && test(r, workloads.get(r.workload)));
   }
