@@ -417,7 +417,7 @@ def _verify(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> tuple[Tensor
     return (y.squeeze(1) if single else y), draft
 
 
-def _heads(s: QwenShape) -> dict[str, int]:
+def _heads(s: QwenShape) -> dict[str, Any]:
     return {
         "num_k_heads": s.num_k_heads,
         "num_v_heads": s.num_v_heads,
