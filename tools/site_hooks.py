@@ -53,7 +53,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     parts = FENCE.split(markdown)
     here = page.file.src_uri
     parts[::2] = [LINK.sub(lambda found: _link(here, found), part) for part in parts[::2]]
-    return HELP.sub(lambda found: _help(found[1]), "".join(parts))
+    text = re.sub(
+        r"#gh-(light|dark)-mode-only", r"#only-\1", "".join(parts)
+    )  # as the theme says it
+    return HELP.sub(lambda found: _help(found[1]), text)
 
 
 def _link(here: str, found: re.Match[str]) -> str:
