@@ -15,14 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 # guides whose Python runs as it stands, block after block
-RUN = (
-    "start",
-    "state-pool",
-    "prefix-caching",
-    "speculative-decoding",
-    "training",
-    "dtypes",
-)
+RUN = ("start", "state-pool", "prefix-caching", "speculative-decoding", "dtypes")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```.*?^```[ \t]*$|^~~~.*?^~~~[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\((?![a-z]+://|mailto:)([^)\s#]*)(#[^)\s]*)?\)")

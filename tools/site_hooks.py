@@ -53,9 +53,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     parts = FENCE.split(markdown)
     here = page.file.src_uri
     parts[::2] = [LINK.sub(lambda found: _link(here, found), part) for part in parts[::2]]
-    text = re.sub(
-        r"#gh-(light|dark)-mode-only", r"#only-\1", "".join(parts)
-    )  # as the theme says it
+    # the theme has another word than GitHub for a picture on dark ground
+    text = re.sub(r"#gh-(light|dark)-mode-only", r"#only-\1", "".join(parts))
     return HELP.sub(lambda found: _help(found[1]), text)
 
 
