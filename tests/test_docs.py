@@ -14,8 +14,9 @@ import sluice
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
-# guides whose Python runs as it stands, block after block
+# guides whose Python runs, block after block: as it stands, or with a model that it speaks of
 RUN = ("start", "state-pool", "prefix-caching", "speculative-decoding", "dtypes")
+WITH_A_MODEL = ("transformers", "serving")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```.*?^```[ \t]*$|^~~~.*?^~~~[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\((?![a-z]+://|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
@@ -29,12 +30,25 @@ def blocks(path: Path) -> list[str]:
     return BLOCK.findall(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("guide", RUN)
+def a_model(folder: Path) -> dict:
+    """Names that guides use for a model of the reader's own."""
+    pytest.importorskip("transformers")
+    from tests.models import stock_model
+
+    model = stock_model("qwen3_5")
+    model.save_pretrained(folder / "model")
+    linear = [x for x in model.model.layers if hasattr(x, "linear_attn")]
+    names = {"directory": folder / "model", "ids": torch.tensor([[5, 6, 7]]), "model": model}
+    kinds = {"slots": 4, "dtype": torch.float32, "device": "cpu"}
+    return {"sluice": sluice, "linear_layers": linear, **names, **kinds}
+
+
+@pytest.mark.parametrize("guide", [*RUN, *WITH_A_MODEL])
 def test_the_python_of_a_guide_runs(guide, tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    names: dict = {"__name__": guide}
+    names: dict = {"__name__": guide} | (a_model(tmp_path) if guide in WITH_A_MODEL else {})
     found = blocks(ROOT / "docs" / f"{guide}.md")
     assert found
     with sluice.use_backend("reference"):  # nothing is compiled
