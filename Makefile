@@ -9,6 +9,13 @@ BENCH_ARGS  ?=
 GPU_WORKERS ?= 12
 GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d,torch
 RESULTS     ?= benchmarks/results
+# address of the repository, for the links and addresses of a release
+REPOSITORY  ?=
+# distributions that `make wheel` builds: this one, and compiled kernels if `make kernels` made some
+PACKAGES    ?= . $(patsubst %/sluice_kernels/manifest.json,%,$(wildcard packages/kernels/sluice_kernels/manifest.json))
+# of `make kernels`: the release of Triton that compiles them, and what packages/kernels/build.py takes
+KERNELS_BY   := 3.6.0
+KERNELS_ARGS ?=
 # transformers releases tested beside the newest, and what they do not share with it
 RELEASES      := 5.2.0 5.12.1
 RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
@@ -25,7 +32,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format clean
+.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +49,9 @@ bench-gpu:  ## every operator beside the peers found, on this GPU, in under eigh
 	PYTHONPATH=src $(PYTHON) -m sluice.cli bench --device cuda --peers $(GPU_PEERS) --time-limit 440 \
 	  --json $(RESULTS)/gpu.json --html $(RESULTS)/gpu.html $(BENCH_ARGS)
 
-bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs from the results
-	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
+bench-docs: $(VENV)/.dev-stamp  ## write the tables and the chart of the docs from the results
+	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) docs/benchmarks.md
+	$(PY) tools/charts.py
 
 # the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers and Triton
 test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp))  ## every test
@@ -88,6 +96,21 @@ format: $(VENV)/.dev-stamp  ## let ruff rewrite the files
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(VENV)/.docs-stamp  ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+kernels: $(VENV)/.dev-stamp $(VENV)/triton-$(KERNELS_BY)/.stamp  ## GPU kernels, compiled for packages/kernels; no GPU is needed
+	PYTHONPATH=$(abspath $(VENV))/triton-$(KERNELS_BY) $(PY) packages/kernels/build.py $(KERNELS_ARGS)
+
+wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty environment
+	rm -rf build dist
+	for package in $(PACKAGES); do \
+	  SLUICE_REPOSITORY=$(REPOSITORY) $(PY) -m build --no-isolation --outdir dist $$package || exit 1; \
+	done
+	$(VENV)/bin/twine check --strict dist/*
+	$(PY) tools/check_dist.py dist
+
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
@@ -104,13 +127,23 @@ $(VENV)/.torch-stamp: constraints.txt
 	@touch $@
 
 $(VENV)/.demo-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
-	@echo "installing sluice[demo] ..."
+	@echo "installing sluice-gdn[demo] ..."
 	@$(PIP) --no-build-isolation --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
-	@echo "installing sluice[dev]: test tools, transformers, numba, linters ..."
+	@echo "installing sluice-gdn[dev]: test tools, transformers, numba, linters ..."
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice-gdn[docs]: mkdocs-material and mkdocstrings ..."
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice-gdn[release]: build and twine ..."
+	@$(PIP) --no-build-isolation --editable '.[release]'
 	@touch $@
 
 $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp

@@ -35,6 +35,7 @@ RANKS = {
     "settings": 0,
     "testing": 0,
     "torch_private": 0,
+    "version": 0,
     "dispatch": 1,
     "calls": 2,
     "torch_ops": 3,

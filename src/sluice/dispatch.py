@@ -20,10 +20,16 @@ from typing import Any
 from torch import Tensor
 
 from sluice.contract.errors import BackendError, GaveUpError, SlowPathWarning
+from sluice.contract.names import BackendName
 from sluice.contract.spec import Spec
 
 ORDER: tuple[str, ...] = ("hopper", "triton", "cpu", "chunked", "reference")
 """Backends from the fastest to the one that serves everything."""
+
+EXTRAS = {"hopper": "gpu", "triton": "gpu", "cpu": "cpu"}
+"""The extra of the distribution that installs what a backend needs."""
+LIBRARIES = ("sluice", "torch", "transformers", "accelerate", "fla")
+"""Code between a program and an operator, to which a warning does not point."""
 
 Launch = Callable[[Sequence[Tensor | None]], None]
 """A bound call: takes the tensors of a spec, in order, and starts its kernels."""
@@ -56,7 +62,7 @@ class Explanation:
 
 
 @contextlib.contextmanager
-def use_backend(name: str | None) -> Iterator[None]:
+def use_backend(name: BackendName | None) -> Iterator[None]:
     """Run the calls in this scope on one backend, or fail with its reason for refusing them.
 
     >>> import sluice, torch
@@ -237,6 +243,8 @@ def unavailable(name: str) -> str | None:
         reason: str | None = _module(name).unavailable()
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
         return f"cannot be imported: {error}"
+    if reason is not None and name in EXTRAS and reason.endswith("is not installed"):
+        return f"{reason}: pip install 'sluice-gdn[{EXTRAS[name]}]'"
     return reason
 
 
@@ -308,9 +316,14 @@ def _meant_for(name: str, spec: Spec) -> bool:
 
 
 def _depth() -> int:
-    """How far up the program's own line is: a warning points there, not into this package."""
+    """How far up the program's own line is: a warning points there, not into a library.
+
+    A model that transformers runs calls operators from deep inside; its user's line is meant.
+    """
     depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sluice."):
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in LIBRARIES:
+            break
         depth, frame = depth + 1, frame.f_back
     return depth
 

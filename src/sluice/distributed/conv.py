@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sluice import ops
 from sluice.contract.errors import ContractError
+from sluice.contract.names import OperatorName
 from sluice.distributed.deliver import Deliver, check_deliver, delivered
 from sluice.distributed.ranks import Ranks
 from sluice.distributed.rows import PoolRows, Slots
@@ -162,7 +163,7 @@ class Tails:
 
 
 def _exchanged(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    op: OperatorName, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tails, dict[str, Any]]:
     """Agree and exchange tails; returns the operator's own options."""
     name = f"distributed.{op}"

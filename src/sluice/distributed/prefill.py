@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sluice.contract.errors import ContractError, SluiceError
+from sluice.contract.names import BackendName, HeadLayout, StateLayout
 from sluice.distributed.deliver import Deliver, check_deliver, delivered
 from sluice.distributed.ranks import Ranks
 from sluice.distributed.rows import PoolRows, Slots
@@ -40,13 +41,13 @@ def prefill(
     write_slots: Slots | None = None,
     has_state: Sequence[bool] | Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
-    layout: str = "bthd",
+    state_layout: StateLayout = "vk",
+    layout: HeadLayout = "bthd",
     deliver: Deliver = "end",
     method: Method = "correct",
     exchange: Exchanging = "auto",
     batch_invariant: bool = False,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`sluice.prefill` over tokens that are divided over ranks.
 
@@ -118,8 +119,8 @@ def prefill_segments(
     write_slots: Slots | None = None,
     has_state: Sequence[bool] | Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
-    layout: str = "bthd",
+    state_layout: StateLayout = "vk",
+    layout: HeadLayout = "bthd",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """:func:`prefill` with the shares of all ranks run on this device, one after the other.
@@ -227,7 +228,7 @@ def _pool(
     write_slots: Slots | None,
     has_state: Sequence[bool] | Tensor | None,
     pad_slot: int,
-    state_layout: str,
+    state_layout: StateLayout,
 ) -> _Pool:
     """Check the call as the operator would; return its pool, or make one."""
     if split.packed and call.q.shape[0] != 1:

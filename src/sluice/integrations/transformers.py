@@ -68,7 +68,7 @@ def accelerate(model: nn.Module) -> nn.Module:
         ContractError: the model has no layer of a known class, or one with an activation that no
             operator serves. Nothing is changed then.
     """
-    layers = known_layers(model)
+    layers = known_layers(_module("accelerate", model))
     if not layers:
         expected = f"a module with layers of {', '.join(LAYERS)}"
         raise ContractError("accelerate", "model", expected, type(model).__name__)
@@ -87,8 +87,12 @@ def accelerate(model: nn.Module) -> nn.Module:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give every accelerated layer its own forward back; returns ``model``."""
-    for layer in known_layers(model):
+    """Give every accelerated layer its own forward back; returns ``model``.
+
+    Raises:
+        ContractError: not a module. A module without accelerated layers is left as it is.
+    """
+    for layer in known_layers(_module("restore", model)):
         if is_accelerated(layer):
             name, stock = private.forward_slot(layer), _stock(layer)
             if name == "forward" and layer.__dict__[_KEPT] is None:
@@ -99,6 +103,13 @@ def restore(model: nn.Module) -> nn.Module:
             layer.__dict__.pop(_BORDERS, None)
             if hook := layer.__dict__.pop(_HOOK, None):
                 hook.remove()
+    return model
+
+
+def _module(op: str, model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        got = repr(model) if isinstance(model, str) else type(model).__name__
+        raise ContractError(op, "model", "a loaded model (torch.nn.Module)", got)
     return model
 
 

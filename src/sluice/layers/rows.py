@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sluice import ops
 from sluice.contract.errors import ContractError
+from sluice.contract.names import StateLayout
 
 
 class Rows(NamedTuple):
@@ -24,7 +25,7 @@ class Rows(NamedTuple):
     write_slots: Tensor | None = None
     has_state: Tensor | None = None
     pad_slot: int = -1
-    state_layout: str = "vk"
+    state_layout: StateLayout = "vk"
     cu_seqlens: Tensor | None = None
     cu_seqlens_cpu: Tensor | None = None
     checkpoints: ops.Checkpoints | None = None

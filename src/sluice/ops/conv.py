@@ -11,6 +11,7 @@ from sluice import calls
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks, values
 from sluice.contract.errors import ContractError
+from sluice.contract.names import BackendName, ChannelLayout, ConvActivation
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
 from sluice.ops.canonical import Tokens, conv_taps
 from sluice.ops.checkpoints import Checkpoints, parts
@@ -32,9 +33,9 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
-    layout: str = "btd",
+    layout: ChannelLayout = "btd",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution over tokens, continued from a window of earlier inputs.
 
@@ -95,7 +96,7 @@ def conv_qkv(
     dt_bias: Tensor | None = None,
     neg_eigval: bool = False,
     normalize_qk: bool = True,
-    activation: str | None = "silu",
+    activation: ConvActivation | None = "silu",
     state: Tensor | None = None,
     slots: Tensor | None = None,
     write_slots: Tensor | None = None,
@@ -106,7 +107,7 @@ def conv_qkv(
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Convolution, activation, split into q, k, v, l2 norm and gates, in one kernel.
 
@@ -127,6 +128,8 @@ def conv_qkv(
         normalize_qk: on by default; pass ``normalize_qk=False`` to ``prefill`` afterwards.
         state: conv state, and all its options, as in :func:`causal_conv1d`. None: zeros before the
             first token, and no state is kept.
+        freeze: read the window but leave it as it is, for draft tokens: ``x`` is then
+            ``conv_inputs`` of :func:`verify`, and ``commit`` rolls the window.
         out: buffers (q, k, v, g, beta), None for gates that are not made.
 
     Returns:

@@ -12,6 +12,7 @@ from sluice import calls
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks, values
 from sluice.contract.errors import ContractError
+from sluice.contract.names import BackendName, HeadLayout, StateLayout
 from sluice.contract.spec import CommitSpec, DeltaSpec, VerifySpec
 from sluice.ops.canonical import Tokens
 from sluice.ops.checkpoints import Checkpoints, parts
@@ -35,14 +36,14 @@ def prefill(
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
-    layout: str = "bthd",
+    layout: HeadLayout = "bthd",
     batch_invariant: bool = False,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over sequences of any length.
 
@@ -129,12 +130,12 @@ def decode(
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-    layout: str = "bthd",
+    layout: HeadLayout = "bthd",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over 1 to 8 tokens a sequence, in place.
 
@@ -187,7 +188,7 @@ class Draft(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
     pad_slot: int
-    state_layout: str
+    state_layout: StateLayout
     conv_inputs: Tensor | None
     conv_state: Tensor | None
 
@@ -209,14 +210,14 @@ def verify(
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     conv_inputs: Tensor | None = None,
     conv_state: Tensor | None = None,
-    layout: str = "bthd",
+    layout: HeadLayout = "bthd",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Draft]:
     """Outputs of up to 8 draft tokens a sequence, writing no state.
 
@@ -262,7 +263,7 @@ def verify(
     return o, draft
 
 
-def commit(draft: Draft, num_accepted: Tensor, *, backend: str | None = None) -> Tensor:
+def commit(draft: Draft, num_accepted: Tensor, *, backend: BackendName | None = None) -> Tensor:
     """Fold the first ``num_accepted`` draft tokens of each row into its state, in place.
 
     State and conv window are left exactly as decoding only those tokens (in one call) would have

@@ -10,6 +10,7 @@ from sluice import calls
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks, values
 from sluice.contract.errors import ContractError
+from sluice.contract.names import BackendName, ConvActivation, GateActivation, Order, StateLayout
 from sluice.contract.spec import NormSpec, StepSpec
 from sluice.ops.canonical import conv_taps
 from sluice.torch_ops import register
@@ -21,9 +22,9 @@ def rms_norm_gated(
     weight: Tensor,
     *,
     eps: float = 1e-6,
-    activation: str = "silu",
+    activation: GateActivation = "silu",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     """Root-mean-square norm of x over its last dimension, then a gate.
 
@@ -67,16 +68,16 @@ def step(
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
-    order: str = "split",
-    conv_activation: str | None = "silu",
-    gate_activation: str = "silu",
+    state_layout: StateLayout = "vk",
+    order: Order = "split",
+    conv_activation: ConvActivation | None = "silu",
+    gate_activation: GateActivation = "silu",
     eps: float = 1e-6,
     scale: float | None = None,
     normalize_qk: bool = True,
     neg_eigval: bool = False,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     """A whole layer's decode: from its input projections to what its output projection takes.
 
