@@ -243,6 +243,23 @@ def onnx_attention(x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
     return onnx_session(node, inputs, {"o": torch.empty_like(flat["v"]), "t": state})
 
 
+def onnx_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, window: torch.Tensor
+) -> Run:
+    """CausalConvWithState with silu; its x is [N, D, T], and it writes a window of its own."""
+    from onnx import helper
+
+    node = helper.make_node(
+        "CausalConvWithState",
+        ["x", "w", "c", "s"],
+        ["y", "t"],
+        domain="com.microsoft",
+        activation="silu",
+    )
+    inputs = {"x": x, "w": weight[:, None], "c": bias, "s": window}
+    return onnx_session(node, inputs, {"y": torch.empty_like(x), "t": torch.empty_like(window)})
+
+
 def stock(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
     """A torch function of transformers, with the repeats its layer makes."""
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen
@@ -377,8 +394,6 @@ def _plain_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> An
 
 
 def conv() -> None:
-    from onnx import helper
-
     for T in (512, 2048):
         x, weight = torch.randn(1, T, CHANNELS), 0.3 * torch.randn(CHANNELS, TAPS)
         bias, window = torch.randn(CHANNELS), torch.randn(1, CHANNELS, TAPS - 1)
@@ -396,17 +411,7 @@ def conv() -> None:
             for got, exact_one in zip(out, want, strict=True):
                 check(got, exact_one, 1e-5 if name == "launch" else 1e-2)
             sides[name] = launch_of(partial(call, out=out))
-        first = x.mT.contiguous()
-        node = helper.make_node(
-            "CausalConvWithState",
-            ["x", "w", "c", "s"],
-            ["y", "t"],
-            domain="com.microsoft",
-            activation="silu",
-        )
-        bound = {"x": first, "w": weight[:, None], "c": bias, "s": window}
-        outputs = {"y": torch.empty_like(first), "t": torch.empty_like(window)}
-        sides["onnxruntime"] = onnx_session(node, bound, outputs)
+        sides["onnxruntime"] = onnx_conv(x.mT.contiguous(), weight, bias, window)
         sides["torch"] = partial(_plain_conv, x, weight[:, None], bias)
         goals = {
             "ONNX Runtime's conv alone": ("onnxruntime", "launch", ">=", 6.0),

@@ -1,8 +1,8 @@
 """Decode and verify: one to eight tokens per sequence, on the state where it lies.
 
 One task is some value heads of one sequence that share their key head. A float32 state whose rows
-are whole vectors is read and written in place. Any other goes block by block through float32
-scratch memory, with the same operations.
+are whole vectors is read and written in place, and for one token also a 16-bit one. Any other goes
+block by block through float32 scratch memory, with the same operations.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.launch import with_zeros
-from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.llvm import BF16, F16, F32, LANES, REGISTERS
 from sluice.backends.cpu.memory import address_of, release
-from sluice.backends.cpu.one_token import VECTORS, far, near
+from sluice.backends.cpu.one_token import USUAL, functions
 from sluice.backends.cpu.operands import (
     KEY_DECAY,
     load_gates,
@@ -55,8 +55,11 @@ from sluice.contract.spec import DeltaSpec
 VK1, VK2, VK4, VK8 = (block("vk", M) for M in (1, 2, 4, 8))
 KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
 KV_WIDE = block("kv", 1, 8)
-NEAR, FAR = near(VECTORS), far(VECTORS)
-USUAL = VECTORS * LANES  # the K of most models on this machine: known when kernels are compiled
+NEAR, FAR = functions(F32)
+NEAR_BF16, FAR_BF16 = functions(BF16)
+NEAR_F16, FAR_F16 = functions(F16)
+MOSTLY = 128  # the K of most models: known when kernels are compiled
+HELD = REGISTERS >= 32  # k and q are held in registers: K is known when kernels are compiled
 
 WIDE = 8 * LANES  # columns of one token's pass through a "kv" state
 
@@ -66,7 +69,31 @@ view = PARAMS.view
 @jit
 def is_one_token(p, w, m):
     """Whether one_token.py serves, which needs neither k_out nor decay_all."""
-    return m == 1 and w.readers == 1 and p.one_token != 0 and p.K == USUAL
+    return m == 1 and w.readers == 1 and p.one_token != 0
+
+
+@jit
+def _one_token(p, w, source, target):
+    """All rows of one head in place, whatever their storage type."""
+    K, V = USUAL if HELD else p.K, p.V
+    if p.state_code == F32:
+        s = pointer(p.state, F32)
+        if p.far:
+            FAR(w, w.beta, s + source, s + target, K, 0, V)
+        else:
+            NEAR(w, w.beta, s + source, s + target, K, 0, V)
+    elif p.state_code == BF16:
+        h = pointer(p.state, BF16)
+        if p.far:
+            FAR_BF16(w, w.beta, h + source, h + target, K, 0, V)
+        else:
+            NEAR_BF16(w, w.beta, h + source, h + target, K, 0, V)
+    else:
+        f = pointer(p.state, F16)
+        if p.far:
+            FAR_F16(w, w.beta, f + source, f + target, K, 0, V)
+        else:
+            NEAR_F16(w, w.beta, f + source, f + target, K, 0, V)
 
 
 @jit
@@ -76,8 +103,8 @@ def _vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
         VK1(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
     elif m == 2:
         VK2(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
-    elif m <= 4 and n == USUAL and ld == USUAL and ld_to == USUAL:
-        VK4(w, beta, s, USUAL, to, USUAL, soon, USUAL, USUAL, v0, write)
+    elif m <= 4 and n == MOSTLY and ld == MOSTLY and ld_to == MOSTLY:
+        VK4(w, beta, s, MOSTLY, to, MOSTLY, soon, MOSTLY, MOSTLY, v0, write)
     elif m <= 4:
         VK4(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
     else:
@@ -123,11 +150,8 @@ def run_head(p, w, read, write, head, token, m):
     source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
     direct = is_direct(p) and read != NOWHERE
     memory = pointer(p.state, F32)
-    if direct and keep and is_one_token(p, w, m):
-        if p.far:
-            FAR(w, w.beta, memory + source, memory + target, USUAL, 0, V)
-        else:
-            NEAR(w, w.beta, memory + source, memory + target, USUAL, 0, V)
+    if keep and read != NOWHERE and V % BLOCK_V == 0 and is_one_token(p, w, m):
+        _one_token(p, w, source, target)
         return
     if direct and keep and m == 1 and p.kv and V % WIDE == 0:
         for v0 in range(0, V, WIDE):
@@ -149,7 +173,7 @@ def run_head(p, w, read, write, head, token, m):
             soon = address_of(memory + source + K * (V + v0))  # of the next head
             _kv_block(p, w, s, ld, to, ld, soon, n, v0, m, keep)
         elif keep and is_one_token(p, w, m):
-            NEAR(w, w.beta, s, to, USUAL, v0, BLOCK_V)
+            NEAR(w, w.beta, s, to, USUAL if HELD else K, v0, BLOCK_V)
         else:
             soon = address_of(s + BLOCK_V * K)
             _vk_block(p, w, s, ld, to, ld, soon, n, v0, m, keep)

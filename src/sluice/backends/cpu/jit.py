@@ -11,7 +11,14 @@ from typing import Any
 
 from numba import njit
 
-OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+from sluice.backends.cpu.numba_private import PIPELINE
+
+OPTIONS = {
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "pipeline_class": PIPELINE,
+}
 
 jit = njit(**OPTIONS)
 jit_inline = njit(forceinline=True, **OPTIONS)

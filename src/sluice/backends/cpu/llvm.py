@@ -102,13 +102,20 @@ def _narrow(builder, code, value):
         return builder.trunc(_narrow_half(builder, value), like(value.type, i16))
     if code == F64:
         return builder.fpext(value, like(value.type, ir.DoubleType()))
-    bits = builder.bitcast(value, like(value.type, i32))
-    odd = builder.and_(builder.lshr(bits, constant(bits.type, 16)), constant(bits.type, 1))
-    bits = builder.add(builder.add(bits, constant(bits.type, 0x7FFF)), odd)
-    bits = builder.lshr(bits, constant(bits.type, 16))
+    bits = builder.lshr(_rounded(builder, value), constant(like(value.type, i32), 16))
     is_nan = builder.fcmp_unordered("uno", value, value)
     bits = builder.select(is_nan, constant(bits.type, 0x7FC0), bits)
     return builder.trunc(bits, like(value.type, i16))
+
+
+def _rounded(builder, value):
+    """Bits whose upper half is the nearest bfloat16, of two as near the even one; not of a NaN.
+
+    No machine's own instruction does this: AVX-512's sets subnormal numbers to zero.
+    """
+    bits = builder.bitcast(value, like(value.type, i32))
+    odd = builder.and_(builder.lshr(bits, constant(bits.type, 16)), constant(bits.type, 1))
+    return builder.add(builder.add(bits, constant(bits.type, 0x7FFF)), odd)
 
 
 def _widen_half(builder, bits):
@@ -159,6 +166,56 @@ def load_at(builder, code, ptr, index, lanes=None):
     where = builder.bitcast(where, vector_type(lanes, STORAGE[code]).as_pointer())
     raw = builder.load(where, align=ELEMENT_BYTES[code])
     return _widen(builder, code, raw)
+
+
+def load_run(builder, code, ptr, index, count):
+    """`count` vectors of consecutive elements; AVX-512 takes bfloat16 two vectors at a time."""
+    if code == BF16 and LANES == 16 and count % 2 == 0:
+        return _load_pairs(builder, ptr, index, count)
+    out = []
+    for _ in range(count):
+        out.append(load_at(builder, code, ptr, index, LANES))
+        index = builder.add(index, i64(LANES))
+    return out
+
+
+def _load_pairs(builder, ptr, index, count):
+    """Each bfloat16 behind 16 zero bits, which one permutation of words does."""
+    pair = vector_type(2 * LANES, i16)
+    out = []
+    for _ in range(0, count, 2):
+        where = builder.bitcast(element_at(builder, ptr, index), pair.as_pointer())
+        raw = builder.load(where, align=2)
+        for first in (2 * LANES, 3 * LANES):
+            mask = [x for lane in range(first, first + LANES) for x in (0, lane)]
+            wide = shuffle(builder, ir.Constant(pair, None), raw, mask)
+            out.append(builder.bitcast(wide, vector_type(LANES)))
+        index = builder.add(index, i64(2 * LANES))
+    return out
+
+
+def store_run(builder, code, ptr, index, vectors, no_nan=False):
+    """Store vectors to consecutive elements; two of bfloat16 are packed into one register."""
+    if code == BF16 and no_nan and len(vectors) % 2 == 0:
+        for pair in zip(vectors[::2], vectors[1::2], strict=True):
+            raw = _packed(builder, *(_rounded(builder, x) for x in pair))
+            where = builder.bitcast(element_at(builder, ptr, index), raw.type.as_pointer())
+            builder.store(raw, where, align=2)
+            index = builder.add(index, i64(2 * LANES))
+        return
+    for vector in vectors:
+        store_at(builder, code, ptr, index, vector)
+        index = builder.add(index, i64(LANES))
+
+
+def _packed(builder, a, b):
+    """The upper halves of the lanes of a, then of b."""
+    if LANES == 16:  # one permutation of words; elsewhere shifts and a pack are fewer
+        halves = (builder.bitcast(x, vector_type(2 * LANES, i16)) for x in (a, b))
+        return shuffle(builder, *halves, list(range(1, 4 * LANES, 2)))
+    high = (builder.lshr(x, constant(x.type, 16)) for x in (a, b))
+    both = shuffle(builder, *high, list(range(2 * LANES)))
+    return builder.trunc(both, vector_type(2 * LANES, i16))
 
 
 def store_at(builder, code, ptr, index, value):

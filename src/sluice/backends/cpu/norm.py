@@ -16,7 +16,7 @@ from sluice.backends import Launch
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind_fields, with_copies
-from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.llvm import BF16, F32, LANES
 from sluice.backends.cpu.memory import allocate, release
 from sluice.backends.cpu.params import PARAMS, constants, describe, sources_of
 from sluice.backends.cpu.scratch_rows import load_row, read, round_up, store_row, sum_squares
@@ -40,14 +40,16 @@ def load_norm_weight(p, weight):
 
 
 @jit
-def gated_norm(p, x, z, weight):
-    """Replace the row x by its gated norm; x and z are float32, padded with zeros."""
+def gated_norm(p, x, z, o, weight):
+    """The gated norm of the row x at o; rows are of any type, of whole vectors."""
     n = round_up(p.V, LANES)
     factor = 1.0 / math.sqrt(sum_squares(x, n) / p.V + p.eps)
-    for i in range(0, n, LANES):
-        gate = load(z, i)
-        gate = vsigmoid(gate) if p.sigmoid else vsilu(gate)
-        store(x, i, load(weight, i) * (load(x, i) * factor) * gate)
+    if p.sigmoid:
+        for i in range(0, n, LANES):
+            store(o, i, load(weight, i) * (load(x, i) * factor) * vsigmoid(load(z, i)))
+    else:
+        for i in range(0, n, LANES):
+            store(o, i, load(weight, i) * (load(x, i) * factor) * vsilu(load(z, i)))
 
 
 @jit
@@ -55,12 +57,23 @@ def task(p, w, first, count):
     """Rows `first` to `first + count`; rows are counted over three dimensions."""
     n = round_up(p.V, LANES)
     x, z, weight = w, w + n, w + 2 * n
+    direct = n == p.V and p.z_code == p.io
     for row in range(first, first + count):
         a, b, c = row // (p.HV * p.HK), row // p.HV % p.HK, row % p.HV
-        load_row(x, p.q, p.io, a * p.q_b + b * p.q_t + c * p.q_h, p.V)
-        load_row(z, p.z, p.z_code, a * p.z_b + b * p.z_t + c * p.z_h, p.V)
-        gated_norm(p, x, z, weight)
-        store_row(p.o, p.io, a * p.o_b + b * p.o_t + c * p.o_h, x, p.V)
+        x_at = a * p.q_b + b * p.q_t + c * p.q_h
+        z_at = a * p.z_b + b * p.z_t + c * p.z_h
+        o_at = a * p.o_b + b * p.o_t + c * p.o_h
+        if direct and p.io == F32:
+            x_row, z_row = pointer(p.q, F32) + x_at, pointer(p.z, F32) + z_at
+            gated_norm(p, x_row, z_row, pointer(p.o, F32) + o_at, weight)
+        elif direct and p.io == BF16:
+            x_half, z_half = pointer(p.q, BF16) + x_at, pointer(p.z, BF16) + z_at
+            gated_norm(p, x_half, z_half, pointer(p.o, BF16) + o_at, weight)
+        else:
+            load_row(x, p.q, p.io, x_at, p.V)
+            load_row(z, p.z, p.z_code, z_at, p.V)
+            gated_norm(p, x, z, x, weight)
+            store_row(p.o, p.io, o_at, x, p.V)
 
 
 def _make(version: str) -> Callable[[Any], None]:

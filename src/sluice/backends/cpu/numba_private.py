@@ -8,6 +8,7 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
   Without ``CFunc`` and its attributes (``missing``) the backend refuses every call and says why.
 - ``_as_modules``: functions that kernels call are kept as unoptimised LLVM modules. Without one of
   the methods it replaces, kernels compile as they are, only slower.
+- ``PIPELINE``: of Numba's passes, those that these kernels need. Without one of them, all run.
 - ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
   attributes of the types in ``simd.py`` and ``struct_view.py`` are typed. Numba's public way
   (``overload``) compiles a function for each of them. Without them the import of this module fails,
@@ -19,11 +20,21 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from numba import njit, types
-from numba.core import codegen, registry, sigutils
+from numba.core import (
+    codegen,
+    compiler,
+    compiler_machinery,
+    config,
+    registry,
+    sigutils,
+    typed_passes,
+    untyped_passes,
+)
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.typing.templates import (
@@ -34,6 +45,7 @@ from numba.core.typing.templates import (
 )
 
 __all__ = [
+    "PIPELINE",
     "TARGET",
     "AbstractTemplate",
     "AttributeTemplate",
@@ -43,6 +55,36 @@ __all__ = [
     "signature",
 ]
 
+PASSES = (
+    (untyped_passes, "TranslateByteCode"),
+    (untyped_passes, "FixupArgs"),
+    (untyped_passes, "IRProcessing"),
+    (untyped_passes, "ReconstructSSA"),
+    (typed_passes, "NopythonTypeInference"),
+    (typed_passes, "PreLowerStripPhis"),
+    (typed_passes, "IRLegalization"),
+    (typed_passes, "AnnotateTypes"),
+    (typed_passes, "NativeLowering"),
+    (typed_passes, "NoPythonBackend"),
+)
+"""Functions of kernels have neither closures nor ``with``, arrays, literal unrolling nor overloads
+to inline, which Numba's other passes are for: those look through every function in vain."""
+
+
+class _Pipeline(compiler.CompilerBase):  # type: ignore[misc]  # numba has no types
+    """``PASSES`` and no other."""
+
+    def define_pipelines(self) -> list[Any]:
+        manager = compiler_machinery.PassManager("sluice")
+        for module, name in PASSES:
+            manager.add_pass(getattr(module, name), name)
+        manager.finalize()
+        return [manager]
+
+
+PIPELINE = (
+    _Pipeline if all(hasattr(module, name) for module, name in PASSES) else compiler.Compiler
+)
 OPTIONS = {"error_model": "numpy"}
 
 
@@ -84,7 +126,8 @@ def load_or_compile(
     function: Callable[[Any], Any], signature: Any, *, cached: bool
 ) -> tuple[int, object]:
     """The address of a C callback's machine code, and what keeps it there."""
-    kernel = CFunc(function, sigutils.normalize_signature(signature), {}, OPTIONS)
+    signature = sigutils.normalize_signature(signature)
+    kernel = CFunc(function, signature, {}, OPTIONS, pipeline_class=PIPELINE)
     if cached:
         kernel.enable_caching()
     with global_compiler_lock:
@@ -92,10 +135,26 @@ def load_or_compile(
         if found is not None:
             address = found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
             return address, found
-        with _as_modules():
-            njit(**OPTIONS)(function).compile(signature.args)
-        kernel.compile()
+        with _in_haste():
+            with _as_modules():
+                njit(pipeline_class=PIPELINE, **OPTIONS)(function).compile(signature[0])
+            kernel.compile()
     return kernel.address, kernel
+
+
+@contextlib.contextmanager
+def _in_haste() -> Iterator[None]:
+    """No search for garbage, of which compiling makes little, nor for loops that LLVM might turn
+    into vectors: kernels say themselves what is a vector."""
+    collecting, vectorize = gc.isenabled(), config.LOOP_VECTORIZE
+    gc.disable()
+    config.LOOP_VECTORIZE = 0
+    try:
+        yield
+    finally:
+        config.LOOP_VECTORIZE = vectorize
+        if collecting:
+            gc.enable()
 
 
 def _finalized(library: Any) -> None:

@@ -116,7 +116,7 @@ def _outputs(p, w, z, weight, seq, head):
         row = w.o + t * ld_v
         fill_tail(row, p.V)
         load_row(z, p.z, p.z_code, at + t * p.z_t, p.V)
-        gated_norm(p, row, z, weight)
+        gated_norm(p, row, z, row, weight)
         store_row(p.y, p.io, seq * p.y_b + t * p.y_t + head * p.V, row, p.V)
 
 
