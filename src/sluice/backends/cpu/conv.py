@@ -7,9 +7,6 @@ others straight from memory to memory (conv_rows.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, locate, span, state_rows
 from sluice.backends.cpu.conv_lines import (
@@ -152,21 +149,17 @@ def share_units(p: ConvSpec | ConvQkvSpec, blocks: int) -> Share:
     return share
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def conv_kernel(block):
-        _ = version
-        p = view(block)
-        c, memory = make_lines(CHANNELS, front_lines(p), p.W)
-        blocks = (p.D + CHANNELS - 1) // CHANNELS
-        for i in tasks_of(p):
-            unit, index = in_order(p, i, blocks)
-            task(p, c, unit, index * CHANNELS)
-        release(memory)
-
-    return conv_kernel
+def conv_kernel(block):
+    p = view(block)
+    c, memory = make_lines(CHANNELS, front_lines(p), p.W)
+    blocks = (p.D + CHANNELS - 1) // CHANNELS
+    for i in tasks_of(p):
+        unit, index = in_order(p, i, blocks)
+        task(p, c, unit, index * CHANNELS)
+    release(memory)
 
 
-KERNEL = Kernel("causal_conv1d", _make)
+KERNEL = Kernel("causal_conv1d", conv_kernel)
 
 
 def bind(spec: ConvSpec) -> Launch:

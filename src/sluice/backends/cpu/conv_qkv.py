@@ -7,8 +7,6 @@ must be normalised or rounded become lines in the first-level cache and are then
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import locate, span, state_rows
@@ -227,26 +225,22 @@ def gates_task(p, c, unit):
             _gate_row(p, c, batch, start + t, h, count)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def conv_qkv_kernel(block):
-        _ = version
-        p = view(block)
-        width = max(heads_in_block(p.K) * p.K, heads_in_block(p.V) * p.V)
-        c, memory = make_lines(round_up(width, LANES), front_lines(p), p.W)
-        each_k, each_v = heads_in_block(p.K), heads_in_block(p.V)
-        blocks = 2 * ((p.HK + each_k - 1) // each_k) + (p.HV + each_v - 1) // each_v
-        for i in tasks_of(p):
-            unit, index = in_order(p, i, blocks + 1)
-            if index < blocks:
-                task(p, c, unit, index)
-            else:
-                gates_task(p, c, unit)
-        release(memory)
-
-    return conv_qkv_kernel
+def conv_qkv_kernel(block):
+    p = view(block)
+    width = max(heads_in_block(p.K) * p.K, heads_in_block(p.V) * p.V)
+    c, memory = make_lines(round_up(width, LANES), front_lines(p), p.W)
+    each_k, each_v = heads_in_block(p.K), heads_in_block(p.V)
+    blocks = 2 * ((p.HK + each_k - 1) // each_k) + (p.HV + each_v - 1) // each_v
+    for i in tasks_of(p):
+        unit, index = in_order(p, i, blocks + 1)
+        if index < blocks:
+            task(p, c, unit, index)
+        else:
+            gates_task(p, c, unit)
+    release(memory)
 
 
-KERNEL = Kernel("conv_qkv", _make)
+KERNEL = Kernel("conv_qkv", conv_qkv_kernel)
 
 
 def bind(spec: ConvQkvSpec) -> Launch:

@@ -7,9 +7,6 @@ block by block through float32 scratch memory, with the same operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
 from sluice.backends.cpu.delta import BLOCK_V, block
@@ -239,20 +236,16 @@ def task(p, w, seq, first):
             _head(p, w, batch, start, m, read, write, head)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def decode_kernel(block):
-        _ = version
-        p = view(block)
-        w, memory = make_work(p, readers_of_state(p), 1, block_floats(p))
-        runs = p.HV // p.heads_per_task
-        for i in tasks_of(p):
-            task(p, w, i // runs, i % runs * p.heads_per_task)
-        release(memory)
-
-    return decode_kernel
+def decode_kernel(block):
+    p = view(block)
+    w, memory = make_work(p, readers_of_state(p), 1, block_floats(p))
+    runs = p.HV // p.heads_per_task
+    for i in tasks_of(p):
+        task(p, w, i // runs, i % runs * p.heads_per_task)
+    release(memory)
 
 
-KERNEL = Kernel("decode", _make)
+KERNEL = Kernel("decode", decode_kernel)
 
 
 def bind(spec: DeltaSpec) -> Launch:

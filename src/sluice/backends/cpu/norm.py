@@ -9,13 +9,11 @@ three, inputs are copied before, and the output after.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from sluice.backends import Launch
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
-from sluice.backends.cpu.launch import bind_fields, with_copies
+from sluice.backends.cpu.launch import Share, bind_fields, with_copies
 from sluice.backends.cpu.llvm import BF16, F32, LANES
 from sluice.backends.cpu.memory import allocate, release
 from sluice.backends.cpu.params import PARAMS, constants, describe, sources_of
@@ -27,7 +25,7 @@ from sluice.contract.meta import Meta
 from sluice.contract.spec import NormSpec
 
 VECTORS = 16
-"""Vectors per task."""
+"""Vectors per task at most."""
 
 view = PARAMS.view
 
@@ -76,28 +74,33 @@ def task(p, w, first, count):
             store_row(p.o, p.io, o_at, x, p.V)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def norm_kernel(block):
-        _ = version
-        p = view(block)
-        n = round_up(p.V, LANES)
-        memory = allocate(3 * n * 4 + 64)
-        w = pointer(round_up(memory, 64), F32)
-        load_norm_weight(p, w + 2 * n)
-        for i in tasks_of(p):
-            task(p, w, i * VECTORS, min(VECTORS, p.N - i * VECTORS))
-        release(memory)
-
-    return norm_kernel
+def norm_kernel(block):
+    p = view(block)
+    n = round_up(p.V, LANES)
+    memory = allocate(3 * n * 4 + 64)
+    w = pointer(round_up(memory, 64), F32)
+    load_norm_weight(p, w + 2 * n)
+    for i in tasks_of(p):
+        task(p, w, i * p.unit_t, min(p.unit_t, p.N - i * p.unit_t))
+    release(memory)
 
 
-KERNEL = Kernel("rms_norm_gated", _make)
+KERNEL = Kernel("rms_norm_gated", norm_kernel)
+
+
+def share_vectors(count: int) -> Share:
+    """Vectors per task: fewer where threads would have none."""
+
+    def share(threads: int) -> dict[str, int]:
+        each = min(VECTORS, -(-count // threads))
+        return {"tasks": -(-count // each), "unit_t": each}
+
+    return share
 
 
 def bind(spec: NormSpec) -> Launch:
     """A launch of ``rms_norm_gated``."""
-    tasks = -(-spec.vectors // VECTORS)
-    if tasks == 0:
+    if spec.vectors == 0:
         return lambda tensors: None
     values, sources, copied = constants(spec), {}, {}
     for field, name in sources_of(spec).items():
@@ -111,7 +114,7 @@ def bind(spec: NormSpec) -> Launch:
             values |= {"HK": meta.shape[1], "HV": meta.shape[2]}
         values |= describe(field, meta)
         sources[field] = index
-    launch = bind_fields(KERNEL, PARAMS, values, sources, lambda threads: {"tasks": tasks})
+    launch = bind_fields(KERNEL, PARAMS, values, sources, share_vectors(spec.vectors))
     return with_copies(launch, copied, spec.TENSORS.index("out")) if copied else launch
 
 

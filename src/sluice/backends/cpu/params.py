@@ -78,7 +78,8 @@ PARAMS = Fields(
     " ".join(f"{name}_{part}" for name, parts in TENSORS.items() for part in parts.split())
     # what the call computes
     + " io kv T N HQ HK HV K V D W L decay delta raw double normalize silu sigmoid freeze"
-    # how: heads per task, the path for one token, whether states come from memory, tokens of a unit
+    # how: heads per task, the path for one token, whether states come from memory, tokens of a
+    # unit (of the gated norm: vectors)
     " heads_per_task one_token far unit_t"
     # pool and checkpoints
     " P pad owned columns every"

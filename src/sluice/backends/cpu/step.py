@@ -7,9 +7,6 @@ rounded between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, state_rows
 from sluice.backends.cpu.conv_lines import (
@@ -168,29 +165,25 @@ def task(p, w, c, extra, taps, seq, key):
         _outputs(p, w, extra, extra + ld_v, seq, head)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def step_kernel(block):
-        _ = version
-        p = view(block)
-        n, ld_v, ratio = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK
-        w, memory = make_work(p, 1, 1, block_floats(p))
-        width = 2 * n + round_up(ratio * p.V, LANES) + LANES
-        c, more = make_lines(width, front_lines(p), 1)
-        last = allocate((2 * ld_v + p.HK * (LANES + (p.W + 1) * width)) * 4 + 64)
-        extra = pointer(round_up(last, 64), F32)
-        load_norm_weight(p, extra + ld_v)
-        taps = extra + 2 * ld_v
-        fill(taps, p.HK * LANES, 0.0)
-        for i in tasks_of(p):
-            task(p, w, c, extra, taps, i // p.HK, i % p.HK)
-        release(last)
-        release(more)
-        release(memory)
-
-    return step_kernel
+def step_kernel(block):
+    p = view(block)
+    n, ld_v, ratio = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK
+    w, memory = make_work(p, 1, 1, block_floats(p))
+    width = 2 * n + round_up(ratio * p.V, LANES) + LANES
+    c, more = make_lines(width, front_lines(p), 1)
+    last = allocate((2 * ld_v + p.HK * (LANES + (p.W + 1) * width)) * 4 + 64)
+    extra = pointer(round_up(last, 64), F32)
+    load_norm_weight(p, extra + ld_v)
+    taps = extra + 2 * ld_v
+    fill(taps, p.HK * LANES, 0.0)
+    for i in tasks_of(p):
+        task(p, w, c, extra, taps, i // p.HK, i % p.HK)
+    release(last)
+    release(more)
+    release(memory)
 
 
-KERNEL = Kernel("step", _make)
+KERNEL = Kernel("step", step_kernel)
 
 
 def bind(spec: StepSpec) -> Launch:
