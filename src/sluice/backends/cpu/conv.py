@@ -22,16 +22,15 @@ from sluice.backends.cpu.conv_lines import (
     store_lines,
     store_window,
 )
-from sluice.backends.cpu.conv_rows import GROUP, convolve_rows, serves_rows
+from sluice.backends.cpu.conv_rows import GROUP, convolve_rows, deal_taps, serves_rows
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import Share, with_zeros
 from sluice.backends.cpu.launch import bind as bind_kernel
-from sluice.backends.cpu.llvm import ELEMENT_BYTES, F32, LANES
-from sluice.backends.cpu.memory import release
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, F16, LANES
+from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.params import PARAMS
 from sluice.backends.cpu.scratch_rows import fill, read_index, round_up
-from sluice.backends.cpu.simd import pointer
 from sluice.backends.cpu.threads import tasks_of
 from sluice.contract import values
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
@@ -58,12 +57,6 @@ def in_order(p, i, blocks):
         return i // blocks, i % blocks
     units = p.tasks // blocks
     return i % units, i // units
-
-
-@jit
-def is_direct(p, m, count):
-    """Whether a pass of m tokens, all of whose inputs are in x, needs no lines."""
-    return m >= GROUP and serves_rows(p, count)
 
 
 @jit
@@ -104,16 +97,22 @@ def task(p, c, unit, first):
         t = min(TOKENS, end)
         _pass(p, c, read, at, out, 0, t, first, count)
         keep_windows(p, c, seq, read, write, at, T, first, count)
+    direct, straight = serves_rows(p, count), p.io != F16 and p.y_d == 1
+    if direct:
+        deal_taps(p, c, count)
     while t < end:
         m = min(TOKENS, end - t)
         after, to = after_pass(p, at, t0, t + m, end, count), out + t * p.y_t
-        if not is_direct(p, m, count):
-            _pass(p, c, read, at, out, t, m, first, count)
-        elif p.io == F32 and p.y_d == 1:
-            convolve_rows(p, c, at, t, m, count, after, pointer(p.y, F32) + to, p.y_t)
-        else:
-            convolve_rows(p, c, at, t, m, count, after, c.y, c.width)
+        if direct and m >= GROUP and straight:
+            address = p.y + to * ELEMENT_BYTES[p.io]
+            convolve_rows(p, c, at, t, m, count, after, address, p.y_t, 0)
+        elif direct and m >= GROUP:
+            convolve_rows(p, c, at, t, m, count, after, address_of(c.y), c.width, 1)
             store_lines(p, c, to, m, count)
+        else:
+            if direct:  # the last tokens of a sequence
+                load_weights(p, c, 0, first, count)
+            _pass(p, c, read, at, out, t, m, first, count)
         t += m
 
 

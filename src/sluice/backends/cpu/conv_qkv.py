@@ -10,7 +10,7 @@ import math
 
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import locate, span, state_rows
-from sluice.backends.cpu.conv import CHANNELS, after_pass, in_order, is_direct, share_units
+from sluice.backends.cpu.conv import CHANNELS, after_pass, in_order, share_units
 from sluice.backends.cpu.conv_lines import (
     TOKENS,
     convolve,
@@ -20,13 +20,13 @@ from sluice.backends.cpu.conv_lines import (
     load_weights,
     make_lines,
 )
-from sluice.backends.cpu.conv_rows import convolve_rows
+from sluice.backends.cpu.conv_rows import GROUP, convolve_rows, deal_taps, serves_rows
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.launch import with_zeros
-from sluice.backends.cpu.llvm import ELEMENT_BYTES, F32, LANES
-from sluice.backends.cpu.memory import release
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, F16, F32, LANES
+from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.operands import L2_EPS
 from sluice.backends.cpu.params import PARAMS
 from sluice.backends.cpu.scratch_rows import (
@@ -135,23 +135,29 @@ def task(p, c, unit, block):
         return
     at = batch * p.x_b + start * p.x_t + first * p.x_d
     load_weights(p, c, 0, first, count)
-    plain = p.io == F32 and section == 2 and p.v_h == p.V
     t = t0
     if t0 == 0:
         t = min(TOKENS, end)
         _pass(p, c, read_slot, at, 0, t, first, count, section, batch, start, head, heads)
         keep_windows(p, c, seq, read_slot, write_slot, at, T, first, count)
+    direct = serves_rows(p, count)
+    straight = p.io != F16 and section == 2 and p.v_h == p.V
+    if direct:
+        deal_taps(p, c, count)
     while t < end:
         m = min(TOKENS, end - t)
         after = after_pass(p, at, t0, t + m, end, count)
-        if not is_direct(p, m, count):
-            _pass(p, c, read_slot, at, t, m, first, count, section, batch, start, head, heads)
-        elif plain:
+        if direct and m >= GROUP and straight:
             address, to, stride = _target(p, section, batch, start + t, head)
-            convolve_rows(p, c, at, t, m, count, after, pointer(address, F32) + to, stride)
-        else:
-            convolve_rows(p, c, at, t, m, count, after, c.y, c.width)
+            address += to * ELEMENT_BYTES[p.io]
+            convolve_rows(p, c, at, t, m, count, after, address, stride, 0)
+        elif direct and m >= GROUP:
+            convolve_rows(p, c, at, t, m, count, after, address_of(c.y), c.width, 1)
             _store_heads(p, c, section, batch, start + t, head, heads, m)
+        else:
+            if direct:  # the last tokens of a sequence
+                load_weights(p, c, 0, first, count)
+            _pass(p, c, read_slot, at, t, m, first, count, section, batch, start, head, heads)
         t += m
 
 

@@ -25,7 +25,7 @@ from sluice.backends.cpu.operands import (
     make_work,
 )
 from sluice.backends.cpu.params import PARAMS
-from sluice.backends.cpu.scratch_rows import round_up, store_row
+from sluice.backends.cpu.scratch_rows import deal_row, gather_row, round_up, store_row
 from sluice.backends.cpu.simd import pointer
 from sluice.backends.cpu.state import (
     block_floats,
@@ -67,6 +67,21 @@ view = PARAMS.view
 def is_one_token(p, w, m):
     """Whether one_token.py serves, which needs neither k_out nor decay_all."""
     return m == 1 and w.readers == 1 and p.one_token != 0
+
+
+@jit
+def deal_keys(p, w, m):
+    """Where rows of the state come dealt (tiles.py), make k and q so, too: at w.kq_raw.
+
+    They do for one token on a bfloat16 state, in every path, so that all have the same bits.
+    """
+    if is_dealt(p, w, m):
+        deal_row(w.kq_raw, w.kq, 2 * p.K)
+
+
+@jit
+def is_dealt(p, w, m):
+    return p.state_code == BF16 and is_one_token(p, w, m)
 
 
 @jit
@@ -142,20 +157,42 @@ def _prefetch_next(p, batch, start, m, head, v0):
 @jit
 def run_head(p, w, read, write, head, token, m):
     """All blocks of one head: outputs to w.o, the state to its write slot, d to the draft."""
+    keys = w.kq
+    if is_dealt(p, w, m):
+        w.kq = w.kq_raw
+    if not _in_place(p, w, read, write, head, m):
+        _by_blocks(p, w, read, write, head, token, m)
+    w.kq = keys
+
+
+@jit
+def _in_place(p, w, read, write, head, m):
+    """One token on the state where it lies; False where that is not possible."""
+    if read == NOWHERE or write == NOWHERE or m > 1:
+        return False
     K, V, n = p.K, p.V, round_up(p.K, LANES)
-    keep = write != NOWHERE
-    source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
-    direct = is_direct(p) and read != NOWHERE
-    memory = pointer(p.state, F32)
-    if keep and read != NOWHERE and V % BLOCK_V == 0 and is_one_token(p, w, m):
+    source, target = head_at(p, read, head), head_at(p, write, head)
+    if V % BLOCK_V == 0 and is_one_token(p, w, m):
         _one_token(p, w, source, target)
-        return
-    if direct and keep and m == 1 and p.kv and V % WIDE == 0:
+        return True
+    if is_direct(p) and p.kv and V % WIDE == 0:
+        memory = pointer(p.state, F32)
         for v0 in range(0, V, WIDE):
             s, to = memory + source + v0, memory + target + v0
             soon = address_of(s + K * V)
             KV_WIDE(w, w.beta, s, V, to, V, soon, K, n, v0, True)
-        return
+        return True
+    return False
+
+
+@jit
+def _by_blocks(p, w, read, write, head, token, m):
+    """Block by block, in memory or through scratch memory."""
+    K, V, n = p.K, p.V, round_up(p.K, LANES)
+    keep = write != NOWHERE
+    source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
+    direct, dealt = is_direct(p) and read != NOWHERE, is_dealt(p, w, m)
+    memory = pointer(p.state, F32)
     batch, start = token // max(p.T, 1), token % max(p.T, 1)
     for v0 in range(0, V, BLOCK_V):
         if head + 1 < p.HV and p.q != 0:
@@ -165,6 +202,8 @@ def run_head(p, w, read, write, head, token, m):
             s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
         else:
             load_block(p, w.tile, source, v0, read == NOWHERE)
+            if dealt:
+                deal_row(w.tile, w.tile, BLOCK_V * K)
             s, to, ld = w.tile, w.tile, BLOCK_V if p.kv else n
         if p.kv:
             soon = address_of(memory + source + K * (V + v0))  # of the next head
@@ -175,6 +214,8 @@ def run_head(p, w, read, write, head, token, m):
             soon = address_of(s + BLOCK_V * K)
             _vk_block(p, w, s, ld, to, ld, soon, n, v0, m, keep)
         if keep and not direct:
+            if dealt:
+                gather_row(w.tile, w.tile, BLOCK_V * K)
             store_block(p, w.tile, target, v0)
         if p.draft_d != 0:
             _keep_corrections(p, w, token, head, v0, m)
@@ -233,6 +274,7 @@ def task(p, w, seq, first):
         else:
             if head == first or not shared:
                 load_keys(p, w, batch, start, head, m)
+                deal_keys(p, w, m)
             _head(p, w, batch, start, m, read, write, head)
 
 

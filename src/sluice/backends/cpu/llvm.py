@@ -102,10 +102,14 @@ def _narrow(builder, code, value):
         return builder.trunc(_narrow_half(builder, value), like(value.type, i16))
     if code == F64:
         return builder.fpext(value, like(value.type, ir.DoubleType()))
-    bits = builder.lshr(_rounded(builder, value), constant(like(value.type, i32), 16))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    bits = builder.select(is_nan, constant(bits.type, 0x7FC0), bits)
+    bits = _keep_nan(builder, _rounded(builder, value), value)
+    bits = builder.lshr(bits, constant(bits.type, 16))
     return builder.trunc(bits, like(value.type, i16))
+
+
+def _keep_nan(builder, bits, value):
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(is_nan, constant(bits.type, 0x7FC00000), bits)
 
 
 def _rounded(builder, value):
@@ -169,9 +173,21 @@ def load_at(builder, code, ptr, index, lanes=None):
 
 
 def load_run(builder, code, ptr, index, count):
-    """`count` vectors of consecutive elements; AVX-512 takes bfloat16 two vectors at a time."""
-    if code == BF16 and LANES == 16 and count % 2 == 0:
-        return _load_pairs(builder, ptr, index, count)
+    """`count` vectors of consecutive elements.
+
+    A pair of vectors of bfloat16 comes dealt: the even elements, then the odd ones. One load and
+    two operations on whole lanes make a pair; in the order of addresses lanes would have to cross.
+    """
+    if code == BF16:
+        pair, out = vector_type(LANES, i32), []
+        for _ in range(0, count, 2):
+            where = builder.bitcast(element_at(builder, ptr, index), pair.as_pointer())
+            raw = builder.load(where, align=2)
+            even = builder.shl(raw, constant(pair, 16))
+            odd = builder.and_(raw, constant(pair, 0xFFFF0000))
+            out += [builder.bitcast(x, vector_type(LANES)) for x in (even, odd)]
+            index = builder.add(index, i64(2 * LANES))
+        return out
     out = []
     for _ in range(count):
         out.append(load_at(builder, code, ptr, index, LANES))
@@ -179,26 +195,17 @@ def load_run(builder, code, ptr, index, count):
     return out
 
 
-def _load_pairs(builder, ptr, index, count):
-    """Each bfloat16 behind 16 zero bits, which one permutation of words does."""
-    pair = vector_type(2 * LANES, i16)
-    out = []
-    for _ in range(0, count, 2):
-        where = builder.bitcast(element_at(builder, ptr, index), pair.as_pointer())
-        raw = builder.load(where, align=2)
-        for first in (2 * LANES, 3 * LANES):
-            mask = [x for lane in range(first, first + LANES) for x in (0, lane)]
-            wide = shuffle(builder, ir.Constant(pair, None), raw, mask)
-            out.append(builder.bitcast(wide, vector_type(LANES)))
-        index = builder.add(index, i64(2 * LANES))
-    return out
-
-
 def store_run(builder, code, ptr, index, vectors, no_nan=False):
-    """Store vectors to consecutive elements; two of bfloat16 are packed into one register."""
-    if code == BF16 and no_nan and len(vectors) % 2 == 0:
+    """Store vectors to consecutive elements, so that `load_run` gives them back."""
+    if code == BF16:
         for pair in zip(vectors[::2], vectors[1::2], strict=True):
-            raw = _packed(builder, *(_rounded(builder, x) for x in pair))
+            even, odd = (_rounded(builder, x) for x in pair)
+            if not no_nan:
+                even, odd = (
+                    _keep_nan(builder, x, y) for x, y in zip((even, odd), pair, strict=True)
+                )
+            even = builder.lshr(even, constant(even.type, 16))
+            raw = builder.or_(even, builder.and_(odd, constant(odd.type, 0xFFFF0000)))
             where = builder.bitcast(element_at(builder, ptr, index), raw.type.as_pointer())
             builder.store(raw, where, align=2)
             index = builder.add(index, i64(2 * LANES))
@@ -206,16 +213,6 @@ def store_run(builder, code, ptr, index, vectors, no_nan=False):
     for vector in vectors:
         store_at(builder, code, ptr, index, vector)
         index = builder.add(index, i64(LANES))
-
-
-def _packed(builder, a, b):
-    """The upper halves of the lanes of a, then of b."""
-    if LANES == 16:  # one permutation of words; elsewhere shifts and a pack are fewer
-        halves = (builder.bitcast(x, vector_type(2 * LANES, i16)) for x in (a, b))
-        return shuffle(builder, *halves, list(range(1, 4 * LANES, 2)))
-    high = (builder.lshr(x, constant(x.type, 16)) for x in (a, b))
-    both = shuffle(builder, *high, list(range(2 * LANES)))
-    return builder.trunc(both, vector_type(2 * LANES, i16))
 
 
 def store_at(builder, code, ptr, index, value):

@@ -127,11 +127,7 @@ def missing() -> list[str]:
         kernel: Any = CFunc(lambda block: None, signature, {}, OPTIONS)
     except TypeError as error:
         return [f"CFunc of four arguments ({error})"]
-    found = [
-        f"CFunc.{name}"
-        for name in ("_library", "_wrapper_name", "address", "compile")
-        if not hasattr(kernel, name)
-    ]
+    found = [] if hasattr(kernel, "_compile_uncached") else ["CFunc._compile_uncached"]
     library = getattr(codegen, "JITCodeLibrary", None)
     wanted = ("serialize_using_object_code", "get_pointer_to_function", "has_dynamic_globals")
     found += [f"JITCodeLibrary.{name}" for name in wanted if not hasattr(library, name)]

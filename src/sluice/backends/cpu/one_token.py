@@ -8,9 +8,9 @@ from beyond the last-level cache. `few` is for machines with 16 registers: it ta
 rows and then folds them, while they are in the first-level cache.
 
 A row of 16 bits is widened when it is read and rounded once when it is written, without scratch
-memory. Where a row's correction d is a finite number, no element of the new row is a NaN: an
-infinity or a NaN in the row, in k or in the decay would have made d one too. So only other rows are
-searched for NaN while they are rounded.
+memory. bfloat16 comes dealt (tiles.py), and so do k and q then. Where a row's correction d is a
+finite number, no element of the new row is a NaN: an infinity or a NaN in the row, in k or in the
+decay would have made d one too. So only other rows are searched for NaN while they are rounded.
 """
 
 from __future__ import annotations

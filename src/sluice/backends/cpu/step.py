@@ -18,7 +18,7 @@ from sluice.backends.cpu.conv_lines import (
     make_lines,
     store_window,
 )
-from sluice.backends.cpu.decode import is_one_token, run_head
+from sluice.backends.cpu.decode import deal_keys, is_one_token, run_head
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
@@ -113,7 +113,7 @@ def _outputs(p, w, z, weight, seq, head):
         row = w.o + t * ld_v
         fill_tail(row, p.V)
         load_row(z, p.z, p.z_code, at + t * p.z_t, p.V)
-        gated_norm(p, row, z, row, weight)
+        gated_norm(p, row, z, weight)
         store_row(p.y, p.io, seq * p.y_b + t * p.y_t + head * p.V, row, p.V)
 
 
@@ -151,6 +151,7 @@ def task(p, w, c, extra, taps, seq, key):
         fill_tail(q, p.K)
         fill_tail(k, p.K)
     finish_tokens(p, w, m)
+    deal_keys(p, w, m)
     for head in range(key * ratio, (key + 1) * ratio):
         g_at, beta_at = _gates_at(p, seq, head)
         load_gates(p, w, 0, g_at, beta_at, head, m)

@@ -78,7 +78,10 @@ def store_rows(typingctx, ptr, index, stride, tile):
 
 @intrinsic(prefer_literal=True)
 def load_runs(typingctx, ptr, index, stride, rows, count):
-    """`count` vectors of consecutive elements from each of `index + r * stride`."""
+    """`count` vectors of consecutive elements from each of `index + r * stride`.
+
+    Pairs of vectors of bfloat16 come dealt: see `dealt`.
+    """
     if not _const_int(rows, count):
         return None
     R, C = rows.literal_value, count.literal_value
@@ -183,6 +186,29 @@ def pick(typingctx, tile, index):
         return builder.extract_value(args[0], index.literal_value)
 
     return Vec(LANES)(tile, index), codegen
+
+
+@intrinsic
+def pair(typingctx, a, b):
+    """Two vectors as a tile."""
+
+    def codegen(context, builder, sig, args):
+        return tile_of(builder, args)
+
+    return Tile(2)(a, b), codegen
+
+
+@intrinsic(prefer_literal=True)
+def column(typingctx, tile, index, columns):
+    """One column of a tile with rows of `columns` vectors, as a tile."""
+    if not _const_int(index, columns):
+        return None
+    i, n = index.literal_value, columns.literal_value
+
+    def codegen(context, builder, sig, args):
+        return tile_of(builder, rows_of(builder, args[0])[i::n])
+
+    return Tile(tile.rows // n)(tile, index, columns), codegen
 
 
 # -- single lanes -------------------------------------------------------------------------------
@@ -293,6 +319,31 @@ def store_interleaved(typingctx, ptr, index, tile):
         return context.get_dummy_value()
 
     return types.void(ptr, types.int64, tile), codegen
+
+
+@intrinsic
+def dealt(typingctx, pair):
+    """Of two vectors, the even elements and the odd ones."""
+    even, odd = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
+
+    def codegen(context, builder, sig, args):
+        a, b = rows_of(builder, args[0])
+        return tile_of(builder, [shuffle(builder, a, b, lanes) for lanes in (even, odd)])
+
+    return pair(pair), codegen
+
+
+@intrinsic
+def gathered(typingctx, pair):
+    """What was `dealt`, in its order."""
+    order = [lane for i in range(LANES) for lane in (i, LANES + i)]
+
+    def codegen(context, builder, sig, args):
+        a, b = rows_of(builder, args[0])
+        halves = (order[:LANES], order[LANES:])
+        return tile_of(builder, [shuffle(builder, a, b, lanes) for lanes in halves])
+
+    return pair(pair), codegen
 
 
 # -- sums and transposes ------------------------------------------------------------------------

@@ -37,11 +37,11 @@ def vexp(x):
 
 @jit_inline
 def _vexp_minus(x):
-    """exp(-x), kept between 1e-38 and 1e38; a NaN becomes the largest.
+    """exp(-x), kept between 1e-38 and 1e38; a NaN becomes the smallest.
 
     A sum with ROUND has a whole number in its last bits, from which 2**n is made.
     """
-    clamped = vmin(vmax(x, -NORMAL), NORMAL) * -1.0
+    clamped = vmin(vmax(x * -1.0, -NORMAL), NORMAL)
     shifted = fma(clamped, LOG2E, ROUND)
     return times_pow2(_exp_rest(clamped, shifted - ROUND), shifted)
 
