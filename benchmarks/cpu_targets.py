@@ -11,7 +11,7 @@ output matched float64. The floor reads and writes the states with as many threa
 else. "launch" is the bound call of the backend, "call" the public function.
 
 A burst during which other processes had a core for more than 2% of the time is measured again, up
-to ten times; how many were kept in spite of that is printed.
+to three times; how many were kept in spite of that is printed.
 """
 # ruff: noqa: T201
 
@@ -92,7 +92,7 @@ class Bursts:
             run()
         for _ in range(rounds):
             for name in random.sample(list(sides), len(sides)):
-                self.found[name].append(self._burst(sides[name], seconds, 10 if alone else 1))
+                self.found[name].append(self._burst(sides[name], seconds, 3 if alone else 1))
 
     def _burst(self, run: Run, seconds: float, tries: int) -> list[float]:
         for left in range(tries, 0, -1):
