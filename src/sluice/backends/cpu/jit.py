@@ -1,7 +1,6 @@
 """How functions that kernels call are compiled.
 
-They are never called from Python, so they need no wrappers; division by zero follows IEEE 754
-instead of raising. ``jit_inline`` is for what must not be a call: functions of vectors.
+They are never called from Python, so they need no wrappers. ``jit_inline`` is for what must not be a call: functions of vectors.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from typing import Any
 
 from numba import njit
 
-from sluice.backends.cpu.numba_private import PIPELINE
+from sluice.backends.cpu.numba_private import OPTIONS, PIPELINE
 
-OPTIONS = {
-    "error_model": "numpy",
+_OPTIONS = {
+    **OPTIONS,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
     "pipeline_class": PIPELINE,
 }
 
-jit = njit(**OPTIONS)
-jit_inline = njit(forceinline=True, **OPTIONS)
+jit = njit(**_OPTIONS)
+jit_inline = njit(forceinline=True, **_OPTIONS)
 
 
 def jit_as(*name: object) -> Callable[[Callable[..., Any]], Any]:

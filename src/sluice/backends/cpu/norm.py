@@ -61,21 +61,39 @@ def gated_norm(p, x, z, weight):
         store(x, i, load(weight, i) * (load(x, i) * factor) * gate)
 
 
+@jit_inline
+def _at(row, a, b, c, p):
+    """The first element of a row; rows are counted over three dimensions of these strides."""
+    return row // (p.HV * p.HK) * a + row // p.HV % p.HK * b + row % p.HV * c
+
+
+@jit_inline
+def _squares(acc, both):
+    return fma(pick(both, 1), pick(both, 1), fma(pick(both, 0), pick(both, 0), acc))
+
+
 @jit
-def _norm_in_place(p, x, z, o, weight):
-    """The same from memory to memory, for whole pairs of vectors; bfloat16 and weight are dealt."""
-    acc = splat(0.0)
+def _in_place(p, x, z, o, weight, first, count):
+    """Rows from memory to memory, of whole pairs of vectors; bfloat16 and weight are dealt.
+
+    The squares of the next row are added up meanwhile: a sum alone waits for its own additions.
+    """
+    acc, at = splat(0.0), _at(first, p.q_b, p.q_t, p.q_h, p)
     for i in range(0, p.V, PAIR):
-        both = load_runs(x, i, 0, 1, 2)
-        acc = fma(pick(both, 0), pick(both, 0), acc)
-        acc = fma(pick(both, 1), pick(both, 1), acc)
-    factor = 1.0 / math.sqrt(total(acc) / p.V + p.eps)
-    for i in range(0, p.V, PAIR):
-        both, gates = load_runs(x, i, 0, 1, 2), load_runs(z, i, 0, 1, 2)
-        by = load_rows(weight, i, LANES, 2)
-        first = pick(by, 0) * (pick(both, 0) * factor) * _gate(pick(gates, 0), p.sigmoid)
-        second = pick(by, 1) * (pick(both, 1) * factor) * _gate(pick(gates, 1), p.sigmoid)
-        store_runs(o, i, 0, pair(first, second), 1, 0)
+        acc = _squares(acc, load_runs(x, at + i, 0, 1, 2))
+    for row in range(first, first + count):
+        factor = 1.0 / math.sqrt(total(acc) / p.V + p.eps)
+        acc = splat(0.0)
+        now, to = z + _at(row, p.z_b, p.z_t, p.z_h, p), o + _at(row, p.o_b, p.o_t, p.o_h, p)
+        after = _at(min(row + 1, first + count - 1), p.q_b, p.q_t, p.q_h, p)
+        for i in range(0, p.V, PAIR):
+            both, gates = load_runs(x, at + i, 0, 1, 2), load_runs(now, i, 0, 1, 2)
+            by = load_rows(weight, i, LANES, 2)
+            acc = _squares(acc, load_runs(x, after + i, 0, 1, 2))
+            one = pick(by, 0) * (pick(both, 0) * factor) * _gate(pick(gates, 0), p.sigmoid)
+            two = pick(by, 1) * (pick(both, 1) * factor) * _gate(pick(gates, 1), p.sigmoid)
+            store_runs(to, i, 0, pair(one, two), 1, 0)
+        at = after
 
 
 @jit
@@ -85,26 +103,21 @@ def _is_direct(p):
 
 @jit
 def task(p, w, first, count):
-    """Rows `first` to `first + count`; rows are counted over three dimensions."""
+    """Rows `first` to `first + count`."""
     n = round_up(p.V, LANES)
     x, z, weight = w, w + n, w + 2 * n
-    direct = _is_direct(p)
-    for row in range(first, first + count):
-        a, b, c = row // (p.HV * p.HK), row // p.HV % p.HK, row % p.HV
-        x_at = a * p.q_b + b * p.q_t + c * p.q_h
-        z_at = a * p.z_b + b * p.z_t + c * p.z_h
-        o_at = a * p.o_b + b * p.o_t + c * p.o_h
-        if direct and p.io == F32:
-            x_row, z_row = pointer(p.q, F32) + x_at, pointer(p.z, F32) + z_at
-            _norm_in_place(p, x_row, z_row, pointer(p.o, F32) + o_at, weight)
-        elif direct:
-            x_half, z_half = pointer(p.q, BF16) + x_at, pointer(p.z, BF16) + z_at
-            _norm_in_place(p, x_half, z_half, pointer(p.o, BF16) + o_at, weight)
-        else:
-            load_row(x, p.q, p.io, x_at, p.V)
-            load_row(z, p.z, p.z_code, z_at, p.V)
+    if _is_direct(p) and p.io == F32:
+        values, gates = pointer(p.q, F32), pointer(p.z, F32)
+        _in_place(p, values, gates, pointer(p.o, F32), weight, first, count)
+    elif _is_direct(p):
+        halves, half_gates = pointer(p.q, BF16), pointer(p.z, BF16)
+        _in_place(p, halves, half_gates, pointer(p.o, BF16), weight, first, count)
+    else:
+        for row in range(first, first + count):
+            load_row(x, p.q, p.io, _at(row, p.q_b, p.q_t, p.q_h, p), p.V)
+            load_row(z, p.z, p.z_code, _at(row, p.z_b, p.z_t, p.z_h, p), p.V)
             gated_norm(p, x, z, weight)
-            store_row(p.o, p.io, o_at, x, p.V)
+            store_row(p.o, p.io, _at(row, p.o_b, p.o_t, p.o_h, p), x, p.V)
 
 
 def norm_kernel(block):

@@ -9,6 +9,7 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
   methods of code libraries (``missing``) the backend refuses every call and says why.
 - ``_as_modules``: functions that kernels call are kept as unoptimised LLVM modules. Without one of
   the methods it replaces, kernels compile as they are, only slower.
+- ``OPTIONS``: ``_nrt`` leaves out the counting of references. Without it, loading fails.
 - ``PIPELINE``: of Numba's passes, those that these kernels need. Without one of them, all run.
 - ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
   attributes of the types in ``simd.py`` and ``struct_view.py`` are typed. Numba's public way
@@ -51,6 +52,7 @@ from numba.core.typing.templates import (
 
 __all__ = [
     "DESCRIPTION",
+    "OPTIONS",
     "PIPELINE",
     "TARGET",
     "AbstractTemplate",
@@ -91,7 +93,9 @@ class _Pipeline(compiler.CompilerBase):  # type: ignore[misc]  # numba has no ty
 
 
 PIPELINE = _Pipeline if all(hasattr(module, name) for module, name in PASSES) else compiler.Compiler
-OPTIONS = {"error_model": "numpy"}
+OPTIONS = {"error_model": "numpy", "_nrt": False}
+"""Of every function: division by zero follows IEEE 754 instead of raising, and nothing counts
+references, of which kernels have none: machine code from the disk needs no runtime of Numba's."""
 
 
 class Target(NamedTuple):
