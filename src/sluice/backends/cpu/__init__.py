@@ -8,7 +8,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -69,8 +68,6 @@ def _unusable() -> str | None:
 
 BESIDE = ("step", "prefill", "commit")
 """Kernels that a second process compiles meanwhile: about half of the work."""
-COLD_SECONDS = 0.3
-"""A kernel that takes longer did not come from the disk."""
 _OTHER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -103,22 +100,20 @@ def compile(
 
 
 def compile_kernels(names: Iterable[str], progress: Progress | None = None) -> None:
-    """Compile kernels, or load them from the disk cache.
+    """Compile kernels, or load them from the disk.
 
-    A compiler keeps to one core. So where the cache is empty, a second process compiles some of
-    them (``BESIDE``); what it leaves is compiled here.
+    A compiler keeps to one core. So a second process compiles some of what is not on disk
+    (``BESIDE``); what it leaves is compiled here.
     """
     known = kernels()
     order = sorted(names, key=lambda name: (name in BESIDE, name != "entry"))
-    beside = [name for name in order if name in BESIDE]
-    other = None
+    beside = [name for name in order if name in BESIDE and not known[name].is_kept()]
+    here = any(name not in BESIDE and not known[name].is_kept() for name in order)
+    other = _compile_beside(beside) if beside and here else None
     for done, name in enumerate(order, 1):
         if name in beside and other is not None:
             other.wait()
-        start = time.perf_counter()
         known[name].compile()
-        if done == 1 and beside and time.perf_counter() - start > COLD_SECONDS:
-            other = _compile_beside(beside)
         if progress is not None:
             progress(name, done, len(order))
 

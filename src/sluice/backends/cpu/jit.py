@@ -1,6 +1,7 @@
 """How functions that kernels call are compiled.
 
-They are never called from Python, so they need no wrappers. ``jit_inline`` is for what must not be a call: functions of vectors.
+They are never called from Python, so they need no wrappers. ``jit_inline`` is for what must not be
+a call: functions of vectors.
 """
 
 from __future__ import annotations

@@ -72,10 +72,18 @@ class Kernel:
                         self._found = address, self._prototype(address), alive
         return self._found
 
-    def _load_or_compile(self) -> tuple[int, object]:
+    def is_kept(self) -> bool:
+        """Whether it was compiled before, here or by another process."""
+        return self._found is not None or kernel_cache.holds(
+            cache_folders(), self.name, self._made_from()
+        )
+
+    def _made_from(self) -> str:
         source = Path(self._python.__code__.co_filename)  # of a benchmark's kernel, outside of here
-        key = f"{self.name} {_made_from()} {hashlib.sha256(source.read_bytes()).hexdigest()}"
-        folders = cache_folders()
+        return f"{self.name} {_made_from()} {hashlib.sha256(source.read_bytes()).hexdigest()}"
+
+    def _load_or_compile(self) -> tuple[int, object]:
+        key, folders = self._made_from(), cache_folders()
         payload = kernel_cache.find(folders, self.name, key)
         if payload is not None:
             return numba_private.load(payload)

@@ -32,6 +32,11 @@ def file_name(name: str, key: str) -> str:
     return f"sluice-{name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.kernel"
 
 
+def holds(folders: Sequence[Path], name: str, key: str) -> bool:
+    """Whether there is a file of a kernel, damaged or not."""
+    return any((folder / file_name(name, key)).is_file() for folder in folders)
+
+
 def find(folders: Sequence[Path], name: str, key: str) -> bytes | None:
     """What ``keep`` wrote, or None: there is no such file, or it is damaged."""
     for folder in folders:
