@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import llvmlite
+import llvmlite.binding as llvm
 import numba
 from numba import njit, types
 from numba.core import (
@@ -133,7 +134,7 @@ def missing() -> list[str]:
         return [f"CFunc of four arguments ({error})"]
     found = [] if hasattr(kernel, "_compile_uncached") else ["CFunc._compile_uncached"]
     library = getattr(codegen, "JITCodeLibrary", None)
-    wanted = ("serialize_using_object_code", "get_pointer_to_function", "has_dynamic_globals")
+    wanted = ("_get_compiled_object", "get_pointer_to_function", "has_dynamic_globals")
     found += [f"JITCodeLibrary.{name}" for name in wanted if not hasattr(library, name)]
     if not hasattr(_codegen(), "unserialize_library"):
         found.append("Codegen.unserialize_library")
@@ -150,15 +151,18 @@ def compile_callback(function: Callable[[Any], Any], signature: Any) -> tuple[in
         compiled = kernel._compile_uncached()
         library, name = compiled.library, compiled.fndesc.llvm_cfunc_wrapper_name
         assert not library.has_dynamic_globals, "addresses of this process cannot be kept"
-        payload = pickle.dumps((name, library.serialize_using_object_code()))
-        return library.get_pointer_to_function(name), compiled, payload
+        address = library.get_pointer_to_function(name)
+        # Numba also keeps a module to link with others, of which this is all that `load` asks for
+        symbols = llvm.parse_assembly(f'define void @"{name}"() {{\n  ret void\n}}').as_bitcode()
+        state = library.name, "object", (library._get_compiled_object(), symbols)
+        return address, compiled, pickle.dumps((name, state))
 
 
 def load(payload: bytes) -> tuple[int, object]:
     """The address of a callback's machine code, and what keeps it there."""
-    name, serialized = pickle.loads(payload)
+    name, state = pickle.loads(payload)
     with global_compiler_lock:
-        library = _codegen().unserialize_library(serialized)
+        library = _codegen().unserialize_library(state)
         return library.get_pointer_to_function(name), library
 
 
