@@ -32,6 +32,8 @@ OPS = {
 CHECKS_VALUES = True
 KERNEL_OF = {"verify": "decode"}
 """The kernel of an operator, where it is not the operator's own."""
+FOR_ONE_TOKEN = {"decode": "decode_one", "step": "step_one"}
+"""Smaller kernels, where every sequence has one token."""
 
 
 def bind(spec: Spec) -> Launch:
@@ -66,7 +68,7 @@ def _unusable() -> str | None:
     return f"cannot use numba, which has no {', '.join(missing)}" if missing else None
 
 
-BESIDE = ("step", "prefill", "commit")
+BESIDE = ("step", "step_one", "prefill", "commit")
 """Kernels that a second process compiles meanwhile: about half of the work."""
 _OTHER = """
 import json, sys
@@ -87,6 +89,14 @@ def kernels() -> dict[str, Any]:
     return KERNELS
 
 
+def kernel_of(spec: Spec) -> str:
+    """The name of the kernel that serves a call."""
+    from sluice.backends.cpu.tokens import has_one_token
+
+    name = KERNEL_OF.get(spec.op, spec.op)
+    return FOR_ONE_TOKEN[name] if name in FOR_ONE_TOKEN and has_one_token(spec) else name
+
+
 def compile(
     specs: Sequence[Spec], share: tuple[int, int] = (0, 1), progress: Progress | None = None
 ) -> None:
@@ -95,7 +105,7 @@ def compile(
     ``share`` (i, n): every n-th kernel, from the i-th on. ``progress(name, done, all)`` is called
     after each kernel.
     """
-    wanted = sorted({"entry", *(KERNEL_OF.get(spec.op, spec.op) for spec in specs)})
+    wanted = sorted({"entry", *map(kernel_of, specs)})
     compile_kernels(wanted[share[0] :: share[1]], progress)
 
 

@@ -7,10 +7,12 @@ block by block through float32 scratch memory, with the same operations.
 
 from __future__ import annotations
 
+import functools
+
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
-from sluice.backends.cpu.delta import BLOCK_V, block
-from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.delta import BLOCK_V, Function, block
+from sluice.backends.cpu.jit import jit, jit_as, named
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.launch import with_zeros
@@ -37,6 +39,7 @@ from sluice.backends.cpu.state import (
 )
 from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.tokens import (
+    has_one_token,
     load_keys,
     load_values,
     prefetch_token,
@@ -124,6 +127,16 @@ def _vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
 
 
 @jit
+def _vk_one(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
+    VK1(w, w.beta, s, ld, to, ld_to, soon, n, n, v0, write)
+
+
+@jit
+def _kv_one(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
+    KV1(w, w.beta, s, ld, to, ld_to, soon, p.K, n, v0, write)
+
+
+@jit
 def _kv_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
     beta, K = w.beta, p.K
     if m == 1:
@@ -155,17 +168,6 @@ def _prefetch_next(p, batch, start, m, head, v0):
 
 
 @jit
-def run_head(p, w, read, write, head, token, m):
-    """All blocks of one head: outputs to w.o, the state to its write slot, d to the draft."""
-    keys = w.kq
-    if is_dealt(p, w, m):
-        w.kq = w.kq_raw
-    if not _in_place(p, w, read, write, head, m):
-        _by_blocks(p, w, read, write, head, token, m)
-    w.kq = keys
-
-
-@jit
 def _in_place(p, w, read, write, head, m):
     """One token on the state where it lies; False where that is not possible."""
     if read == NOWHERE or write == NOWHERE or m > 1:
@@ -185,40 +187,60 @@ def _in_place(p, w, read, write, head, m):
     return False
 
 
-@jit
-def _by_blocks(p, w, read, write, head, token, m):
-    """Block by block, in memory or through scratch memory."""
-    K, V, n = p.K, p.V, round_up(p.K, LANES)
-    keep = write != NOWHERE
-    source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
-    direct, dealt = is_direct(p) and read != NOWHERE, is_dealt(p, w, m)
-    memory = pointer(p.state, F32)
-    batch, start = token // max(p.T, 1), token % max(p.T, 1)
-    for v0 in range(0, V, BLOCK_V):
-        if head + 1 < p.HV and p.q != 0:
-            _prefetch_next(p, batch, start, m, head, v0)
-        if direct:
-            step = v0 if p.kv else v0 * K
-            s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
-        else:
-            load_block(p, w.tile, source, v0, read == NOWHERE)
-            if dealt:
-                deal_row(w.tile, w.tile, BLOCK_V * K)
-            s, to, ld = w.tile, w.tile, BLOCK_V if p.kv else n
-        if p.kv:
-            soon = address_of(memory + source + K * (V + v0))  # of the next head
-            _kv_block(p, w, s, ld, to, ld, soon, n, v0, m, keep)
-        elif keep and is_one_token(p, w, m):
-            NEAR(w, w.beta, s, to, USUAL if HELD else K, v0, BLOCK_V)
-        else:
-            soon = address_of(s + BLOCK_V * K)
-            _vk_block(p, w, s, ld, to, ld, soon, n, v0, m, keep)
-        if keep and not direct:
-            if dealt:
-                gather_row(w.tile, w.tile, BLOCK_V * K)
-            store_block(p, w.tile, target, v0)
-        if p.draft_d != 0:
-            _keep_corrections(p, w, token, head, v0, m)
+@functools.cache
+def head_runner(many: bool) -> Function:
+    """A function for all blocks of one head; without `many`, for one token alone.
+
+    What serves one token takes half the time to compile, and most calls have no more.
+    """
+    vk, kv = (_vk_block, _kv_block) if many else (_vk_one, _kv_one)
+
+    @jit_as("by_blocks", many)
+    def by_blocks(p, w, read, write, head, token, m):
+        """Block by block, in memory or through scratch memory."""
+        K, V, n = p.K, p.V, round_up(p.K, LANES)
+        keep = write != NOWHERE
+        source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
+        direct, dealt = is_direct(p) and read != NOWHERE, is_dealt(p, w, m)
+        memory = pointer(p.state, F32)
+        batch, start = token // max(p.T, 1), token % max(p.T, 1)
+        for v0 in range(0, V, BLOCK_V):
+            if head + 1 < p.HV and p.q != 0:
+                _prefetch_next(p, batch, start, m, head, v0)
+            if direct:
+                step = v0 if p.kv else v0 * K
+                s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
+            else:
+                load_block(p, w.tile, source, v0, read == NOWHERE)
+                if dealt:
+                    deal_row(w.tile, w.tile, BLOCK_V * K)
+                s, to, ld = w.tile, w.tile, BLOCK_V if p.kv else n
+            if p.kv:
+                soon = address_of(memory + source + K * (V + v0))  # of the next head
+                kv(p, w, s, ld, to, ld, soon, n, v0, m, keep)
+            elif keep and is_one_token(p, w, m):
+                NEAR(w, w.beta, s, to, USUAL if HELD else K, v0, BLOCK_V)
+            else:
+                soon = address_of(s + BLOCK_V * K)
+                vk(p, w, s, ld, to, ld, soon, n, v0, m, keep)
+            if keep and not direct:
+                if dealt:
+                    gather_row(w.tile, w.tile, BLOCK_V * K)
+                store_block(p, w.tile, target, v0)
+            if p.draft_d != 0:
+                _keep_corrections(p, w, token, head, v0, m)
+
+    @jit_as("run_head", many)
+    def run_head(p, w, read, write, head, token, m):
+        """All blocks of one head: outputs to w.o, the state to its write slot, d to the draft."""
+        keys = w.kq
+        if is_dealt(p, w, m):
+            w.kq = w.kq_raw
+        if not _in_place(p, w, read, write, head, m):
+            by_blocks(p, w, read, write, head, token, m)
+        w.kq = keys
+
+    return run_head
 
 
 @jit
@@ -239,57 +261,68 @@ def _keep_keys(p, w, token, head, m):
                 store_row(p.draft_g, F32, (token + t) * p.HV + head, w.g + t, 1)
 
 
-@jit
-def _head(p, w, batch, start, m, read, write, head):
-    """All tokens of one value head whose keys and queries are loaded."""
-    g_at = batch * p.g_b + start * p.g_t + head * p.g_h
-    beta_at = batch * p.beta_b + start * p.beta_t + head * p.beta_h
-    load_gates(p, w, 0, g_at, beta_at, head, m)
-    if p.decay == KEY_DECAY:
-        load_key_gates(p, w, g_at, head, m)
-    token = batch * p.T + start
-    if p.draft_d != 0:
-        _keep_keys(p, w, token, head, m)
-    load_values(p, w, batch, start, head, m)
-    make_operands(p, w, w.alpha, m, write != NOWHERE and not is_one_token(p, w, m))
-    run_head(p, w, read, write, head, token, m)
-    store_outputs(p, w, batch, start, head, m)
+def _tasks(many: bool) -> Function:
+    run_head = head_runner(many)
+
+    @jit_as("head", many)
+    def one_head(p, w, batch, start, m, read, write, head):
+        """All tokens of one value head whose keys and queries are loaded."""
+        g_at = batch * p.g_b + start * p.g_t + head * p.g_h
+        beta_at = batch * p.beta_b + start * p.beta_t + head * p.beta_h
+        load_gates(p, w, 0, g_at, beta_at, head, m)
+        if p.decay == KEY_DECAY:
+            load_key_gates(p, w, g_at, head, m)
+        token = batch * p.T + start
+        if p.draft_d != 0:
+            _keep_keys(p, w, token, head, m)
+        load_values(p, w, batch, start, head, m)
+        make_operands(p, w, w.alpha, m, write != NOWHERE and not is_one_token(p, w, m))
+        run_head(p, w, read, write, head, token, m)
+        store_outputs(p, w, batch, start, head, m)
+
+    @jit_as("decode_task", many)
+    def task(p, w, seq, first):
+        """The value heads `first` to `first + heads_per_task` of one sequence."""
+        padding, read, write = state_rows(p, seq)
+        batch, start, m = span(p, seq)
+        shared = share_keys(p)
+        if p.draft_d != 0:
+            write = NOWHERE
+        for head in range(first, first + p.heads_per_task):
+            if p.cu != 0 and seq == p.N - 1:
+                zero_outputs(p, w, 0, start + m, p.T - start - m, head)
+            if padding:
+                zero_outputs(p, w, batch, start, m, head)
+            elif m == 0:
+                pass_through(p, w, read, write, head)
+            else:
+                if head == first or not shared:
+                    load_keys(p, w, batch, start, head, m)
+                    deal_keys(p, w, m)
+                one_head(p, w, batch, start, m, read, write, head)
+
+    return task
 
 
-@jit
-def task(p, w, seq, first):
-    """The value heads `first` to `first + heads_per_task` of one sequence."""
-    padding, read, write = state_rows(p, seq)
-    batch, start, m = span(p, seq)
-    shared = share_keys(p)
-    if p.draft_d != 0:
-        write = NOWHERE
-    for head in range(first, first + p.heads_per_task):
-        if p.cu != 0 and seq == p.N - 1:
-            zero_outputs(p, w, 0, start + m, p.T - start - m, head)
-        if padding:
-            zero_outputs(p, w, batch, start, m, head)
-        elif m == 0:
-            pass_through(p, w, read, write, head)
-        else:
-            if head == first or not shared:
-                load_keys(p, w, batch, start, head, m)
-                deal_keys(p, w, m)
-            _head(p, w, batch, start, m, read, write, head)
+def _kernel(name: str, many: bool) -> Kernel:
+    task = _tasks(many)
+
+    @named(name)
+    def kernel(block):
+        p = view(block)
+        w, memory = make_work(p, readers_of_state(p), 1, block_floats(p))
+        runs = p.HV // p.heads_per_task
+        for i in tasks_of(p):
+            task(p, w, i // runs, i % runs * p.heads_per_task)
+        release(memory)
+
+    return Kernel(name, kernel)
 
 
-def decode_kernel(block):
-    p = view(block)
-    w, memory = make_work(p, readers_of_state(p), 1, block_floats(p))
-    runs = p.HV // p.heads_per_task
-    for i in tasks_of(p):
-        task(p, w, i // runs, i % runs * p.heads_per_task)
-    release(memory)
-
-
-KERNEL = Kernel("decode", decode_kernel)
+KERNEL, KERNEL_ONE = _kernel("decode", True), _kernel("decode_one", False)
 
 
 def bind(spec: DeltaSpec) -> Launch:
     """A launch of ``decode``, or of ``verify``, which keeps a draft instead of the state."""
-    return with_zeros(bind_kernel(KERNEL, spec, share_heads(spec), values.delta), spec, "out")
+    kernel = KERNEL_ONE if has_one_token(spec) else KERNEL
+    return with_zeros(bind_kernel(kernel, spec, share_heads(spec), values.delta), spec, "out")

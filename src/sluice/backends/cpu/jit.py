@@ -24,16 +24,21 @@ jit = njit(**_OPTIONS)
 jit_inline = njit(forceinline=True, **_OPTIONS)
 
 
-def jit_as(*name: object) -> Callable[[Callable[..., Any]], Any]:
-    """``jit`` for a function made by another: its name must tell it from its siblings.
+def named(*name: object) -> Callable[[Callable[..., Any]], Any]:
+    """Name a function made by another: its name must tell it from its siblings.
 
     Symbols of compiled functions are made of names and a number counted in each process. A kernel
-    from the disk cache brings those of the process that compiled it, and the linker takes equal
-    symbols for the same function.
+    from the disk brings those of the process that compiled it, and the linker takes equal symbols
+    for the same function.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         function.__name__ = function.__qualname__ = "_".join(map(str, name))
-        return jit(function)
+        return function
 
     return decorate
+
+
+def jit_as(*name: object) -> Callable[[Callable[..., Any]], Any]:
+    """``jit`` for a ``named`` function."""
+    return lambda function: jit(named(*name)(function))
