@@ -94,10 +94,12 @@ def test_demo_agrees_prints_times_and_writes_them(small_demo, capsys, tmp_path, 
     assert "8 of 8 greedy tokens equal" in out
     assert "prefill, 2 x 20 tokens" in out
     assert "made small: 4 of" in out
+    assert "In bfloat16 (logits within" in out
     assert "Traceback" not in err
     numbers = json.loads(file.read_text())
     assert numbers["agree"] is True
     assert numbers["error"] < 1e-4
+    assert numbers["bfloat16"]["agree"] is True
     parts = {f"{phase}{part}" for phase in ("prefill", "decode") for part in ("", "_gdn", "_ops")}
     assert set(numbers["seconds"]) == parts
     for phase in ("prefill", "decode"):

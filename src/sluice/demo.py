@@ -107,6 +107,20 @@ class Result:
             + ("." if self.options["dtype"] == "float32" else " (near ties may fall either way).")
         )
 
+    def line(self) -> str:
+        """The speed-ups in one line: of the whole model, and of the layers without projections."""
+        dtype = self.options["dtype"]
+        if not self.agree:
+            return f"{dtype}: {self.agreement()}"
+        parts = []
+        for phase in ("prefill", "decode"):
+            stock, ours = (self.median(f"{phase}_ops", kind) for kind in KINDS)
+            whole = self.median(phase, "transformers") / self.median(phase, "sluice")
+            parts.append(
+                f"{phase} {whole:.2f}x, without projections {stock / ours:.2f}x ({ours:.2f} ms)"
+            )
+        return f"In {dtype} (logits within {self.error:.0e}): {'; '.join(parts)}."
+
     def table(self) -> str:
         """The times of both, as a table."""
         batch, prompt = self.options["batch"], self.options["prompt_length"]

@@ -15,8 +15,9 @@ from sluice import gradients, ops
 from sluice.compat import common
 from sluice.compat.common import need
 from sluice.compat.fla_conv import causal_conv1d, causal_conv1d_update
+from sluice.contract.names import GateActivation
 
-GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+GATES: dict[str, GateActivation] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
 
 def rms_norm_gated(
