@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.training.calls import Call, check
 
 pytestmark = pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning")
