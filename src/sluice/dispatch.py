@@ -208,11 +208,6 @@ def served(name: str) -> tuple[str, ...]:
     return tuple(_module(name).OPS)
 
 
-def serving(op: str) -> list[str]:
-    """The backends that have an operator and can run here."""
-    return [name for name in ORDER if unavailable(name) is None and op in served(name)]
-
-
 def devices(name: str) -> tuple[str, ...]:
     """The device types a backend runs on."""
     return tuple(_module(name).DEVICES)

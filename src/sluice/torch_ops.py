@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sluice import calls, dispatch
 from sluice.calls import Operator
-from sluice.contract.errors import SluiceError
+from sluice.contract.errors import BackendError, SluiceError
 
 _NO_NODE = (
     "{}: ONNX has no such operator; torch.onnx.export takes the module itself, not a program "
@@ -191,9 +191,12 @@ def _register_backward(op: Operator) -> None:
 
     def implementation(*args: Any) -> tuple[Tensor, ...]:
         tensors, options = full(args)
-        backend = args[-1] if args[-1] in dispatch.serving(op.name) else None
         with _without_autocast(args[0]):
-            return results(calls.run(op, tensors, options, None, backend), args[0])
+            try:
+                return results(calls.run(op, list(tensors), options, None, args[-1]), args[0])
+            except BackendError:  # the forward's backend has no such backward: the first that has
+                with dispatch.use_backend(None):
+                    return results(calls.run(op, tensors, options, None, None), args[0])
 
     def fake(*args: Any) -> tuple[Tensor, ...]:
         tensors, options = full(args)

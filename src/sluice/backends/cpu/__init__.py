@@ -30,6 +30,9 @@ OPS = {
     "rms_norm_gated": "norm",
     "step": "step",
     "prefill_backward": "prefill_backward",
+    "causal_conv1d_backward": "conv_backward",
+    "conv_qkv_backward": "conv_backward",
+    "rms_norm_gated_backward": "norm_backward",
 }
 CHECKS_VALUES = True
 KERNEL_OF = {"verify": "decode"}
