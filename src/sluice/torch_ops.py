@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sluice import calls, dispatch
+from sluice import calls, dispatch, torch_private
 from sluice.calls import Operator
 from sluice.contract.errors import BackendError, SluiceError
 
@@ -59,6 +59,9 @@ def register(op: Operator) -> None:
     custom.register_fake(fake)
 
 
+_NO_TRANSFORM = (
+    "{}: no gradient is defined inside of torch.func; use backward() or torch.autograd.grad"
+)
 _GATES = ("dg", "dbeta")  # gradients of gates that conv_qkv makes: zeros where none comes
 
 
@@ -84,8 +87,10 @@ class Functional(NamedTuple):
         backend: str | None,
     ) -> list[Any]:
         """Its results for the tensors of a whole spec; None where there is nothing."""
-        if backend is None and not torch.compiler.is_compiling():  # which reads no ContextVar
-            backend = dispatch.forced()
+        if not torch.compiler.is_compiling():  # which reads no ContextVar
+            if torch_private.transform() is not None:
+                raise SluiceError(_NO_TRANSFORM.format(self.op.name))
+            backend = dispatch.forced() if backend is None else backend
         names = self.op.spec.TENSORS
         taken = [tensors[names.index(name)] for name in self.inputs]
         custom = getattr(torch.ops.sluice, f"{self.op.name}_functional")
