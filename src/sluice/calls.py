@@ -101,7 +101,8 @@ def check_only() -> Iterator[list[Checked]]:
     found: list[Checked] = []
     token = _only_checked.set(found)
     try:
-        yield found
+        with torch.no_grad():  # or autograd would follow the call, and run it
+            yield found
     finally:
         _only_checked.reset(token)
 
