@@ -108,17 +108,45 @@ _many, _two = _tile(ROWS), _tile(2)
 
 
 @jit
-def gemm(out, ldo, a, row_a, step_a, b, ldb, rows, columns, inner, scale):
+def _pack(panel, b, j, ldb, inner):
+    """WIDTH columns of B side by side: rows of a power of two apart would share few cache sets."""
+    for t in range(inner):
+        store_rows(panel, t * WIDTH, LANES, load_rows(b, t * ldb + j, LANES, 2))
+
+
+@jit
+def gemm(out, ldo, a, row_a, step_a, b, ldb, rows, columns, inner, scale, panel):
     """out <- scale out + A B; A[i, t] = a[i row_a + t step_a], B[t, j] = b[t ldb + j].
 
-    ``rows`` is even and ``columns`` a multiple of WIDTH.
+    ``rows`` is even, ``columns`` a multiple of WIDTH, ``panel`` scratch of inner · WIDTH.
     """
     whole = rows - rows % ROWS
     for j in range(0, columns, WIDTH):
+        _pack(panel, b, j, ldb, inner)
         for i in range(0, whole, ROWS):
-            _many(out, i * ldo + j, ldo, a, i * row_a, row_a, step_a, b, j, ldb, inner, scale)
+            at = i * row_a
+            _many(out, i * ldo + j, ldo, a, at, row_a, step_a, panel, 0, WIDTH, inner, scale)
         for i in range(whole, rows, 2):
-            _two(out, i * ldo + j, ldo, a, i * row_a, row_a, step_a, b, j, ldb, inner, scale)
+            at = i * row_a
+            _two(out, i * ldo + j, ldo, a, at, row_a, step_a, panel, 0, WIDTH, inner, scale)
+
+
+@jit
+def gemm_lower(out, ldo, a, turned, b, ldb, columns, scale, panel, size):
+    """The same for a lower triangular A [size, size], or its transpose: half of the work."""
+    row_a, step_a = (1, size) if turned else (size, 1)
+    for j in range(0, columns, WIDTH):
+        _pack(panel, b, j, ldb, size)
+        for i in range(0, size - size % ROWS, ROWS):
+            first, last = (i, size) if turned else (0, i + ROWS)
+            at = i * row_a + first * step_a
+            there = panel + first * WIDTH
+            _many(out, i * ldo + j, ldo, a, at, row_a, step_a, there, 0, WIDTH, last - first, scale)
+        for i in range(size - size % ROWS, size, 2):
+            first, last = (i, size) if turned else (0, i + 2)
+            at = i * row_a + first * step_a
+            there = panel + first * WIDTH
+            _two(out, i * ldo + j, ldo, a, at, row_a, step_a, there, 0, WIDTH, last - first, scale)
 
 
 @jit

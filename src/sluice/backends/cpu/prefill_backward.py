@@ -19,7 +19,7 @@ import torch
 
 from sluice.backends import Launch
 from sluice.backends.cpu.block import Fields
-from sluice.backends.cpu.gemm import WIDTH, gemm, transpose
+from sluice.backends.cpu.gemm import WIDTH, gemm, gemm_lower, transpose
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind_fields
@@ -46,6 +46,8 @@ from sluice.contract.backward import DeltaBackwardSpec
 
 C = 32
 """Tokens per chunk."""
+STEP = 8
+"""Tokens that are substituted one by one; what lies before them is a product."""
 NEVER = -1e30
 """The log decay between tokens of the wrong order."""
 
@@ -63,7 +65,7 @@ WORK = (
     " predicted error kkg states"  # of one value head, over the whole sequence
     " fade down up rate strength"  # of one chunk: decays, g and beta
     " do_dv qk_in k_out v d d_turned k_turned kk qk by_qk by_kk dk_read dk_write dq_in"
-    " S dS dS_turned pairs inter kept"
+    " S dS dS_turned pairs inter kept panel"
 )
 work = struct_view("backward_work", "Kp Vp Tp G", "", WORK)
 
@@ -147,6 +149,8 @@ def _room(p, w, base):
     at += C
     w.kept = memory + at
     at += C
+    w.panel = memory + at
+    at += WIDTH * max(max(Kp, Vp), (G + 1) * C)
     return at
 
 
@@ -248,24 +252,31 @@ def _chunk_forward(p, w, k, chunk, v_at, v_stride, g_at, m):
     _load_values(error, p.v, p.io, v_at, v_stride, m, p.V, Vp)
     if p.delta != 0:
         transpose(w.k_turned, C, k, Kp, C, Kp)
-        gemm(kkg, C, k, Kp, 1, w.k_turned, C, C, C, Kp, 0.0)
+        gemm(kkg, C, k, Kp, 1, w.k_turned, C, C, C, Kp, 0.0, w.panel)
         for j in range(0, C * C, LANES):
             store(kkg, j, load(kkg, j) * load(w.fade, j))
         _scale_rows(w.qk_in, k, w.down, Kp)
         predicted = w.predicted + rows * Vp
-        gemm(predicted, Vp, w.qk_in, Kp, 1, w.S, Vp, C, Vp, Kp, 0.0)
+        gemm(predicted, Vp, w.qk_in, Kp, 1, w.S, Vp, C, Vp, Kp, 0.0, w.panel)
         for j in range(0, C * Vp, LANES):
             store(error, j, load(error, j) - load(predicted, j))
-        for i in range(1, m):
-            for j in range(i):
-                factor = get(kkg, i * C + j) * get(w.strength, j)
-                _add_scaled(error + i * Vp, error + j * Vp, -factor, Vp)
+        for i in range(C):
+            for j in range(0, C, LANES):
+                store(w.kk, i * C + j, load(kkg, i * C + j) * load(w.strength, j) * -1.0)
+        for first in range(0, C, STEP):
+            block = error + first * Vp
+            if first > 0:
+                gemm(block, Vp, w.kk + first * C, C, 1, error, Vp, STEP, Vp, first, 1.0, w.panel)
+            for i in range(1, STEP):
+                for j in range(i):
+                    factor = get(w.kk, (first + i) * C + first + j)
+                    _add_scaled(block + i * Vp, block + j * Vp, factor, Vp)
         _scale_rows(w.d, error, w.strength, Vp)
         d = w.d
     else:
         d = error
     _scale_rows(w.k_out, k, w.up, Kp)
-    gemm(w.S, Vp, w.k_out, 1, Kp, d, Vp, Kp, Vp, C, whole)
+    gemm(w.S, Vp, w.k_out, 1, Kp, d, Vp, Kp, Vp, C, whole, w.panel)
 
 
 @jit
@@ -289,26 +300,34 @@ def _chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, batch, start, head, m):
     transpose(w.k_turned, C, k, Kp, C, Kp)
     transpose(w.dS_turned, Kp, w.dS, Vp, Kp, Vp)
     # dD, then dV
-    gemm(dV, Vp, w.k_out, Kp, 1, w.dS, Vp, C, Vp, Kp, 0.0)
+    gemm(dV, Vp, w.k_out, Kp, 1, w.dS, Vp, C, Vp, Kp, 0.0, w.panel)
     for r in range(G):
         qk = w.qk + r * C * C
-        gemm(qk, C, q + r * stride_q, Kp, 1, w.k_turned, C, C, C, Kp, 0.0)
+        gemm(qk, C, q + r * stride_q, Kp, 1, w.k_turned, C, C, C, Kp, 0.0, w.panel)
         for j in range(0, C * C, LANES):
             store(qk, j, load(qk, j) * load(w.fade, j))
-        gemm(dV, Vp, qk, 1, C, w.do_dv + r * C * Vp, Vp, C, Vp, C, 1.0)
+        gemm_lower(dV, Vp, qk, True, w.do_dv + r * C * Vp, Vp, Vp, 1.0, w.panel, C)
     if p.delta != 0:
         dbeta = pointer(p.dbeta, F32)
-        for i in range(m - 1, -1, -1):
-            for j in range(i + 1, m):
-                _add_scaled(dV + i * Vp, dV + j * Vp, -get(kkg, j * C + i), Vp)
-            put(dbeta, g_at + i * p.HV, _dot(dV + i * Vp, error + i * Vp, Vp))
-            scale_row(dV + i * Vp, dV + i * Vp, Vp, get(w.strength, i))
+        scale_row(w.kk, kkg, C * C, -1.0)
+        for first in range(C - STEP, -1, -STEP):
+            behind, block = first + STEP, dV + first * Vp
+            if behind < C:
+                at = w.kk + behind * C + first
+                later = dV + behind * Vp
+                gemm(block, Vp, at, 1, C, later, Vp, STEP, Vp, C - behind, 1.0, w.panel)
+            for i in range(first + STEP - 1, first - 1, -1):
+                for j in range(i + 1, first + STEP):
+                    _add_scaled(dV + i * Vp, dV + j * Vp, get(w.kk, j * C + i), Vp)
+                if i < m:
+                    put(dbeta, g_at + i * p.HV, _dot(dV + i * Vp, error + i * Vp, Vp))
+                scale_row(dV + i * Vp, dV + i * Vp, Vp, get(w.strength, i))
     for i in range(m):
         store_row(p.dv, p.io, ((batch * p.T + t0 + i) * p.HV + head) * p.V, dV + i * Vp, p.V)
     # gradients of pairs of tokens
     last = G + 1 if p.delta != 0 else G
     transpose(w.d_turned, C, d, Vp, C, Vp)
-    gemm(w.by_qk, C, w.do_dv, Vp, 1, w.d_turned, C, last * C, C, Vp, 0.0)
+    gemm(w.by_qk, C, w.do_dv, Vp, 1, w.d_turned, C, last * C, C, Vp, 0.0, w.panel)
     if p.gated != 0:
         _pairs(p, w, kkg, m)
     for r in range(last):
@@ -316,8 +335,8 @@ def _chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, batch, start, head, m):
             by = load(w.by_qk + r * C * C, j) * load(w.fade, j)
             store(w.by_qk + r * C * C, j, by if r < G else by * -1.0)
     # through the states: readers before the chunk, writers after it
-    gemm(w.dq_in, Kp, w.do_dv, Vp, 1, S, Kp, last * C, Kp, Vp, 0.0)
-    gemm(w.dk_write, Kp, d, Vp, 1, w.dS_turned, Kp, C, Kp, Vp, 0.0)
+    gemm(w.dq_in, Kp, w.do_dv, Vp, 1, S, Kp, last * C, Kp, Vp, 0.0, w.panel)
+    gemm(w.dk_write, Kp, d, Vp, 1, w.dS_turned, Kp, C, Kp, Vp, 0.0, w.panel)
     for t in range(C):
         inter = 0.0
         for r in range(G):
@@ -338,14 +357,15 @@ def _chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, batch, start, head, m):
         by, one = w.by_qk + r * C * C, dq + r * stride_q
         for j in range(0, C * Kp, LANES):
             store(one, j, load(one, j) + load(w.dq_in + r * C * Kp, j))
-        gemm(one, Kp, by, C, 1, k, Kp, C, Kp, C, 1.0)
-        gemm(dk, Kp, by, 1, C, q + r * stride_q, Kp, C, Kp, C, 1.0)
+        gemm_lower(one, Kp, by, False, k, Kp, Kp, 1.0, w.panel, C)
+        gemm_lower(dk, Kp, by, True, q + r * stride_q, Kp, Kp, 1.0, w.panel, C)
     if p.delta != 0:
         by = w.by_qk + G * C * C
-        for i in range(C):  # the diagonal pairs a key with itself: nothing is read there
+        for i in range(C):  # each pair of keys, from both sides; a key has no pair in itself
             put(by, i * C + i, 0.0)
-        gemm(dk, Kp, by, C, 1, k, Kp, C, Kp, C, 1.0)
-        gemm(dk, Kp, by, 1, C, k, Kp, C, Kp, C, 1.0)
+            for j in range(i):
+                put(by, j * C + i, get(by, i * C + j))
+        gemm(dk, Kp, by, C, 1, k, Kp, C, Kp, C, 1.0, w.panel)
         _scale_rows(k_in, k, w.down, Kp)
         scale_row(k_in, k_in, C * Kp, -1.0)
     if p.gated != 0:
@@ -353,7 +373,7 @@ def _chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, batch, start, head, m):
         for j in range(Vp):
             product += _dot(S + j * Kp, w.dS_turned + j * Kp, Kp)
         _store_decays(p, w, g_at, m, whole * product)
-    gemm(w.dS, Vp, w.qk_in, 1, Kp, w.do_dv, Vp, Kp, Vp, last * C, whole)
+    gemm(w.dS, Vp, w.qk_in, 1, Kp, w.do_dv, Vp, Kp, Vp, last * C, whole, w.panel)
 
 
 @jit
