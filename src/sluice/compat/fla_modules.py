@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sluice import gradients, ops
+from sluice import ops
 from sluice.compat import common
 from sluice.compat.common import need
 from sluice.compat.fla_conv import causal_conv1d, causal_conv1d_update
@@ -44,12 +44,8 @@ def rms_norm_gated(
         need(residual.shape == x.shape, op, "residual", f"shape {size}", list(residual.shape))
     total = x if residual is None else x.to(common.wide(x)) + residual
     scale = x.new_ones(x.shape[-1], dtype=torch.float32) if weight is None else weight
-    if gradients.wanted(total, g, scale):
-        y = gradients.rms_norm_gated(total, g, scale, eps=eps, activation=GATES[activation])
-    else:
-        rows, gate = common.unit_stride(total), common.unit_stride(g)
-        y = ops.rms_norm_gated(rows, gate, scale, eps=eps, activation=GATES[activation])
-    y = y.to(x.dtype)
+    rows, gate = common.unit_stride(total), common.unit_stride(g)
+    y = ops.rms_norm_gated(rows, gate, scale, eps=eps, activation=GATES[activation]).to(x.dtype)
     if not prenorm:
         return y
     if residual is not None:

@@ -6,7 +6,7 @@ transformers' own layers alike. The operators group heads, so q and k are never 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +167,8 @@ class GatedDeltaNet(nn.Module):
         """The layer's output; states are continued and updated in place.
 
         A call with states and up to 8 tokens per row runs as one ``step``; every other call runs as
-        ``conv_qkv``, ``prefill`` and ``rms_norm_gated``.
+        ``conv_qkv``, ``prefill`` and ``rms_norm_gated``. Without states, parameters and hidden
+        states have gradients (docs/training.md).
 
         Args:
             hidden_states: [B, T, hidden]; packed sequences as [T, hidden] or [1, T, hidden] with
@@ -276,6 +277,9 @@ def mix(
     single = x.dim() == 2 and rows.cu_seqlens is None
     x = x.unsqueeze(1) if single else x
     T = x.shape[-2]
+    if attention_mask is not None and rows.state is None and wants_gradient(layer, x):
+        y = trained(layer, shape, x, rows, attention_mask).y
+        return y.squeeze(1) if single else y
     if attention_mask is not None:
         if rows.state is None:
             rows = _with_states(shape, x, rows)
@@ -289,8 +293,40 @@ def mix(
     if kept and not exporting and T <= MAX_DECODE_TOKENS:
         y = _step(layer, shape, x, rows)
     else:
-        y = _prefill(layer, shape, x, rows, attention_mask is not None)
+        y = _prefill(layer, shape, x, rows, attention_mask is not None).y
     return y.squeeze(1) if single else y
+
+
+class Trained(NamedTuple):
+    """A layer's output, and what its states are made of."""
+
+    y: Tensor
+    inputs: Tensor  # [B, T, D] or packed: of the convolution
+    state: Tensor  # final states of all sequences
+
+
+def wants_gradient(layer: Any, x: Tensor) -> bool:
+    """Whether autograd would follow a call of the layer."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(p.requires_grad for p in layer.parameters())
+
+
+def trained(
+    layer: Any, shape: QwenShape, x: Tensor, rows: Rows, attention_mask: Tensor | None = None
+) -> Trained:
+    """The layer with gradients: sequences start from zero, and nothing is written in place.
+
+    ``rows`` has ``cu_seqlens`` at most. With a mask, each stretch of padding is a sequence of its
+    own, and its output is zeros: there are 3 B final states, of which those of [1::3] are the
+    rows'.
+    """
+    if attention_mask is None:
+        return _prefill(layer, shape, x, rows, False)
+    live = attention_mask != 0
+    borders = pack(live, rows).cu_seqlens
+    made = _prefill(layer, shape, x, rows._replace(cu_seqlens=borders), True)
+    return made._replace(y=torch.where(live.unsqueeze(-1), made.y, 0))
 
 
 def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
@@ -329,7 +365,7 @@ def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) -> Tensor:
+def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) -> Trained:
     """Any number of tokens; ``pack`` has made a masked batch into one packed row."""
     s, (B, T) = shape, (x.shape[0], x.shape[-2])
     qkv, z, b, a = _project(layer, s, x)
@@ -353,7 +389,7 @@ def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) 
         state=rows.conv_state,
         **where,
     )
-    o, _ = ops.prefill(
+    o, state = ops.prefill(
         q,
         k,
         v,
@@ -369,7 +405,7 @@ def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) 
         o, z, layer.norm.weight, eps=s.norm_eps, activation=s.gate_activation
     ).flatten(-3)
     out: Tensor = layer.out_proj(o.unflatten(0, (B, T)) if masked else o)
-    return out
+    return Trained(out, qkv, state)
 
 
 def _verify(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> tuple[Tensor, ops.Draft]:

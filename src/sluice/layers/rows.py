@@ -63,6 +63,21 @@ def pack(live: Tensor, rows: Rows) -> Rows:
     )
 
 
+def last_inputs(x: Tensor, borders: Tensor | None, L: int) -> Tensor:
+    """[N, D, L]: the last L inputs of each sequence of x [B, T, D] or packed, zeros before them.
+
+    What a convolution's window holds after sequences that started from zero, (C11).
+    """
+    if borders is None:
+        borders = torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
+    x = x.reshape(-1, x.shape[-1])
+    starts, ends = borders[:-1, None].long(), borders[1:, None].long()
+    at = ends + torch.arange(-L, 0, device=x.device)
+    if x.shape[0] == 0:
+        return x.new_zeros(at.shape[0], x.shape[1], L)
+    return torch.where((at >= starts).unsqueeze(-1), x[at.clamp(min=0)], 0).transpose(1, 2)
+
+
 def without_masked(B: int, rows: Rows, live: Tensor) -> Rows:
     """For one token per row: a row whose token is masked becomes a padded row."""
     slots = torch.arange(B, device=live.device) if rows.slots is None else rows.slots

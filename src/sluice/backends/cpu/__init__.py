@@ -28,6 +28,10 @@ OPS = {
     "conv_qkv": "conv_qkv",
     "rms_norm_gated": "norm",
     "step": "step",
+    "prefill_backward": "prefill_backward",
+    "causal_conv1d_backward": "conv_backward",
+    "conv_qkv_backward": "conv_backward",
+    "rms_norm_gated_backward": "norm_backward",
 }
 CHECKS_VALUES = True
 KERNEL_OF = {"verify": "decode"}
@@ -54,6 +58,8 @@ def refuse(spec: Spec) -> str | None:
     """Arithmetic is float32, and so are inputs and states at most."""
     if torch.float64 in spec.dtypes:
         return "computes in float32, not in float64"
+    if spec.op == "prefill_backward" and getattr(spec, "decay", None) == "key":
+        return "has no backward kernel for decay per key"
     return _unusable()
 
 
