@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format clean
+.PHONY: help demo bench bench-gpu bench-docs test test-engines test-gpu sanitize-gpu lint format clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,13 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-
 	    --ignore tests/integrations/test_transformers_bf16.py || exit 1; \
 	done
 
+# vLLM keeps to one process and one thread here, asks nobody, and gets 1 GB for its cache
+ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
+  VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+
+test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an environment of their own
+	$(ENGINES) $(ONE_THREAD) $(VENV)-engines/bin/python -m pytest --durations=15 $(PYTEST_ARGS) tests/engines
+
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
@@ -80,7 +87,7 @@ format: $(VENV)/.dev-stamp  ## let ruff rewrite the files
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-engines build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch first and apart: it is the long download
@@ -102,6 +109,16 @@ $(VENV)/.demo-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 $(VENV)/.dev-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 	@echo "installing sluice[dev]: test tools, transformers, numba, linters ..."
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
+	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (about 1 GB) ..."
+	@$(PYTHON) -m venv $(VENV)-engines
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check setuptools
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --requirement tests/engines/requirements.txt
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp

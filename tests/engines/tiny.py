@@ -73,16 +73,22 @@ def prompts(number: int, lengths: tuple[int, int], seed: int = 0) -> list[list[i
     ]
 
 
-def greedy(made: nn.Module, tokens: list[int], new: int) -> list[int]:
-    """What stock transformers continues a prompt with, token by token from its cache."""
+def greedy(made: nn.Module, prompt: list[int], new: int) -> tuple[list[int], torch.Tensor]:
+    """What stock transformers continues a prompt with, token by token from its cache.
+
+    Also the log probabilities of the first token.
+    """
     from transformers import DynamicCache
 
     cache = DynamicCache(config=made.config)
     found: list[int] = []
-    step = torch.tensor([tokens])
+    first = torch.empty(0)
+    step = torch.tensor([prompt])
     with torch.inference_mode():
         for _ in range(new):
             logits = made(step, past_key_values=cache, use_cache=True).logits[0, -1]
+            if not found:
+                first = logits.float().log_softmax(-1)
             found.append(int(logits.argmax()))
             step = torch.tensor([found[-1:]])
-    return found
+    return found, first

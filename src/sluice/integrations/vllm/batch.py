@@ -103,9 +103,7 @@ def _rows(m: Any, tokens: Tensor | None) -> Rows:
     ck = getattr(m, "checkpoint", None)
     kept = None
     if ck is not None:
-        kept = Checkpoints(
-            ck.state_indices[:N, None], positions=ck.checkpoint_offsets[:N, None]
-        )
+        kept = Checkpoints(ck.state_indices[:N, None], positions=ck.checkpoint_offsets[:N, None])
     return Rows(
         slots[:N], decodes, borders[: N + 1], m.has_initial_state[:N], prompts, kept, tokens
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sluice import ops
+from sluice.integrations import engine_calls
 from sluice.integrations.vllm import batch, private, report, serve, switch, warm
 from sluice.layers.qwen import QwenShape
 from sluice.model_calls import ModelCall
@@ -141,7 +142,7 @@ class SluiceGDN(_Base):
             cuda = private.platform() == "cuda"
             kept = _aligned(self.sluice_engine) and private.offers_checkpoints(spec)
             _plans[key] = warm.plan(layer, dtype, self.num_spec or 0, kept, cuda)
-            warm.check(_plans[key], torch.device(private.platform()))
+            engine_calls.check(_plans[key], torch.device(private.platform()))
         return key, _plans[key]
 
     def _sluice_warm(self, device: torch.device) -> None:
@@ -149,7 +150,7 @@ class SluiceGDN(_Base):
         if key in _compiled:
             return
         _compiled.add(key)
-        found = report.served_by(warm.served(calls, device))
+        found = engine_calls.served_by(engine_calls.served(calls, device))
         drafts = f"; up to {self.num_spec} draft tokens" if self.num_spec else ""
         kept = "; states inside prompts" if _aligned(self.sluice_engine) else ""
         alike = "; batch-invariant" if self.sluice_invariant else ""

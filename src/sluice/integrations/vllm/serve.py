@@ -129,9 +129,7 @@ def rows(ops: Any, layer: Layer, r: Rows, qkv: Tensor, b: Tensor, a: Tensor, o: 
     tokens = (q, k, v, g, beta)
     if n > 0:
         one = (x[:n].unsqueeze(1) for x in tokens)
-        ops.decode(
-            *one, state=layer.state, slots=r.slots[:n], pad_slot=PAD, out=o[:n].unsqueeze(1)
-        )
+        ops.decode(*one, state=layer.state, slots=r.slots[:n], pad_slot=PAD, out=o[:n].unsqueeze(1))
     if n < r.slots.shape[0]:
         ops.prefill(
             *(x[n:] for x in tokens),

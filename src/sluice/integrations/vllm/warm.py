@@ -1,45 +1,19 @@
-"""Compile what a layer will call, before the first request. Nothing runs, nothing is allocated.
-
-The layer's own code (``serve``) goes over batches on the "meta" device with a recorder in place of
-the operators, so the kernels are exactly those it will use: its dtypes, strides and options.
-"""
+"""The batches for which a layer's kernels are compiled, before the first request."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sluice.integrations.engine_calls import Recorder, like
 from sluice.integrations.vllm import serve
 from sluice.integrations.vllm.batch import Batch, Drafts, Rows
 from sluice.integrations.vllm.serve import Layer
 from sluice.model_calls import ModelCall
 from sluice.ops import Checkpoints
-from sluice.warmup import LONG_PROMPT, PROMPT, SHORT_PROMPTS, STATES, run
-
-
-class Recorder:
-    """Takes the place of ``sluice.ops``: keeps each call, returns outputs on the "meta" device."""
-
-    def __init__(self) -> None:
-        self.calls: list[ModelCall] = []
-
-    def __getattr__(self, op: str) -> Any:
-        return lambda *args, **options: self._note(op, args, options)
-
-    def _note(self, op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        self.calls.append(ModelCall(f"vllm {op} {len(self.calls)}", op, lambda: (args, options)))
-        if op != "conv_qkv":
-            return None  # the others write to ``out``
-        x, (HK, HV, K, V) = args[0], (options[name] for name in _HEADS)
-        lead = x.shape[:-1]
-        q, k, v = x.new_empty(*lead, HK, K), x.new_empty(*lead, HK, K), x.new_empty(*lead, HV, V)
-        return q, k, v, *(x.new_empty(*lead, HV, dtype=torch.float32) for _ in "gb")
-
-
-_HEADS = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+from sluice.warmup import LONG_PROMPT, PROMPT, SHORT_PROMPTS, STATES
 
 
 def plan(
@@ -49,7 +23,7 @@ def plan(
 
     ``drafts``: how many draft tokens at most; ``checkpoints``: whether prompts keep states.
     """
-    ops, meta = Recorder(), _meta(layer)
+    ops, meta = Recorder("vllm"), _meta(layer)
     for batch in _batches(meta, drafts, checkpoints, cuda):
         s, n = meta.shape, batch.length
         qkvz = torch.empty(n, s.conv_channels + s.value_dim, dtype=dtype, device="meta")
@@ -59,28 +33,11 @@ def plan(
     return ops.calls
 
 
-def served(calls: list[ModelCall], device: torch.device) -> list[tuple[str, str]]:
-    """Compile the kernels of these calls: each call's operator, and the backend that serves it."""
-    found = run(calls, device, None)
-    return [(call.op, backend) for call, (_, backend) in zip(calls, found, strict=True)]
-
-
-def check(calls: list[ModelCall], device: torch.device) -> None:
-    """Raise the contract's error if an operator does not take one of these calls."""
-    for call in calls:
-        call.spec(device)
-
-
 def _meta(layer: Layer) -> Layer:
     """The same layer without memory."""
     return layer._replace(
         **{name: like(x) for name, x in layer._asdict().items() if isinstance(x, Tensor)}
     )
-
-
-def like(x: Tensor) -> Tensor:
-    """A tensor of the same shape, strides and dtype, without memory."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _batches(layer: Layer, drafts: int, checkpoints: bool, cuda: bool) -> Iterator[Batch]:
