@@ -39,6 +39,15 @@ def test_32_at_once_and_an_abort_in_the_middle(truth):
         _same([finished[i] for i in rest], [truth.tokens[i] for i in rest])
 
 
+def test_the_graph_that_vllm_traces(truth):
+    """vLLM's compilation, up to the code generator."""
+    prompts, wanted = truth.prompts[:8], truth.tokens[:8]
+    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+    with engine(truth.folder, **options) as e:
+        _same(e.tokens(prompts, NEW_TOKENS), wanted)
+        assert calls()["decode"] > 0
+
+
 def test_chunked_prefill_with_a_small_budget(truth):
     with engine(truth.folder, max_num_batched_tokens=40, max_num_seqs=16) as e:
         _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)

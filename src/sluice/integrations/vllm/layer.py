@@ -14,6 +14,7 @@ from sluice.layers.qwen import QwenShape
 from sluice.model_calls import ModelCall
 
 _Base: Any = private.base()
+_core, _encoded = private.op(), private.name_encoder()
 _plans: dict[Any, list[ModelCall]] = {}
 _compiled: set[Any] = set()
 
@@ -48,15 +49,14 @@ class SluiceGDN(_Base):
 
     def forward_cuda(self, hidden_states: Tensor) -> Tensor:
         """Input projections, everything between (opaque to vLLM's graphs), output projection."""
-        s = self.sluice_shape
         qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
         out = torch.zeros(
-            (hidden_states.size(0), s.num_v_heads, s.head_v_dim),
+            (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),
             dtype=hidden_states.dtype,
             device=hidden_states.device,
         )
-        private.call(self, qkvz, ba, out)
+        _core(qkvz, ba, out, layer_name=_encoded(self.prefix))
         y: Tensor
         y, _ = self.out_proj(out.flatten(-2))
         return y

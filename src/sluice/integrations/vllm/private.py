@@ -175,12 +175,17 @@ def new_fields() -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.name not in KNOWN]
 
 
-def call(layer: Any, qkvz: torch.Tensor, ba: torch.Tensor, out: torch.Tensor) -> None:
-    """The op at which vLLM cuts its graphs; it calls the layer's method of the same name."""
-    from vllm.utils import torch_utils
+def op() -> Any:
+    """The op at which vLLM cuts its graphs: (qkvz, ba, out, layer_name).
 
-    encode = getattr(torch_utils, "_encode_layer_name", str)
-    getattr(torch.ops.vllm, OP)(qkvz, ba, out, layer_name=encode(layer.prefix))
+    It calls the layer's method of the same name.
+    """
+    return getattr(torch.ops.vllm, OP)
+
+
+def name_encoder() -> Any:
+    """What vLLM makes of a layer's name before it goes into an op."""
+    return getattr(importlib.import_module("vllm.utils.torch_utils"), "_encode_layer_name", str)
 
 
 def conv_weight(layer: Any) -> torch.Tensor:
