@@ -198,7 +198,7 @@ def test_a_decode_step_takes_the_pair_of_projections(server):
 
 
 def test_the_prefix_cache_gets_the_state_of_a_prompt_cut_there(server):
-    """Of two prompts one is tracked: 100 tokens, kept after 64 of them."""
+    """Reliability row 35. Of two prompts one is tracked: 100 tokens, kept after 64 of them."""
     one, two = server.inputs(100), server.inputs(30)
     batch = server.batch(ForwardMode.EXTEND, [1, 2], [3, 5], [0, 0], [100, 30])
     batch.mamba_track_mask = torch.tensor([True, False])

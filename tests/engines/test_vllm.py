@@ -70,6 +70,7 @@ def families(truth):
 
 @pytest.mark.parametrize("drafts", [None, NGRAM], ids=["plain", "drafts"])
 def test_a_prefix_that_is_found_equals_one_that_is_not(truth, families, drafts):
+    """Reliability row 35, also with drafts."""
     prompts, wanted = families
     with engine(
         truth.folder,
@@ -88,6 +89,7 @@ def test_a_prefix_that_is_found_equals_one_that_is_not(truth, families, drafts):
 
 
 def test_drafts_of_which_some_are_rejected(truth):
+    """Reliability row 34."""
     with engine(truth.folder, speculative_config=NGRAM) as e:
         _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
         drafted = e.metric("spec_decode_num_draft_tokens")

@@ -162,7 +162,7 @@ def test_chunks_decode_and_padding_continue_a_prompt(order, dim_first):
 
 @pytest.mark.parametrize("order", ["split", "interleaved"])
 def test_drafts_continue_from_the_accepted_token(order):
-    """Every step keeps some drafts and drops the rest; sequences differ in how many they had."""
+    """Reliability row 34: every step keeps some drafts; sequences differ in how many they had."""
     T, e = 4, Engine(order, drafts=3)
     prompts = [11, 2, 40]
     slots = [[7, 8, 9, 10], [4, 3, 2, 1], [20, 22, 21, 23]]
