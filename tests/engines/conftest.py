@@ -17,7 +17,7 @@ collect_ignore_glob = [
     f"test_{name}*.py" for name in ("vllm", "sglang") if importlib.util.find_spec(name) is None
 ]
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import unittest.mock
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
 
 from sluice.integrations.vllm import report
 
@@ -20,6 +22,9 @@ NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+
+
+_started: list[str] = []
 
 
 class Engine:
@@ -62,9 +67,30 @@ def _gated_delta_layers(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def engine(folder: str, *, on: bool = True, **options: Any) -> Iterator[Engine]:
-    """An engine with the plug-in, or without; options are vLLM's."""
+    """An engine with the plug-in, or without; options are vLLM's.
+
+    vLLM 0.32 on a CPU replaces its Triton kernels when an engine starts, and fails when a second
+    one does so in the same process: then they are replaced already.
+    """
     report.calls.clear()
-    llm = LLM(
+    with contextlib.ExitStack() as undo:
+        if _started:
+            name = "register_triton_kernel_overrides"
+            nothing = unittest.mock.patch.object(type(current_platform), name, return_value=None)
+            undo.enter_context(nothing)
+        _started.append(folder)
+        llm = _start(folder, on, options)
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _start(folder: str, on: bool, options: dict[str, Any]) -> Any:
+    return LLM(
         model=folder,
         **{
             "skip_tokenizer_init": True,
@@ -79,13 +105,6 @@ def engine(folder: str, *, on: bool = True, **options: Any) -> Iterator[Engine]:
         },
         additional_config={"sluice": True} if on else {},
     )
-    try:
-        yield Engine(llm)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
 
 
 def calls() -> Counter[str]:
