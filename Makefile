@@ -58,7 +58,10 @@ ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCA
   VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 
 test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an environment of their own
-	$(ENGINES) $(ONE_THREAD) $(VENV)-engines/bin/python -m pytest --durations=15 $(PYTEST_ARGS) tests/engines
+	for engine in vllm sglang; do \
+	  $(ENGINES) $(ONE_THREAD) $(VENV)-engines/bin/python -m pytest --durations=15 $(PYTEST_ARGS) \
+	    tests/engines/test_$$engine.py || exit 1; \
+	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU

@@ -3,6 +3,7 @@
 SGLang's kernels need a GPU, so the judge is the layer over each sequence alone. A whole server was
 not tried.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -10,6 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests.engines.sglang_needs import without_torchvision
+
+without_torchvision()
+
 from sglang.srt.layers.attention.linear.utils import resolve_linear_attn_backends
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_context
