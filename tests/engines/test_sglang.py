@@ -18,7 +18,7 @@ without_torchvision()
 
 from sglang.srt.layers.attention.linear.utils import resolve_linear_attn_backends
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_exec
 from sglang.test.kits.attention_unittest.attention_methods import gdn_attention as kit
 
 from sluice import ops
@@ -58,10 +58,10 @@ class Server:
             head_v_dim=V,
             runner_batch_size=2 * requests,
         )
-        self.flags = get_context().override_server_args(
+        self.flags = get_exec().mamba.override(
             linear_attn_decode_backend="sluice", linear_attn_prefill_backend="sluice"
         )
-        self.flags.install()
+        self.flags.__enter__()
         self.runner.linear_attn_backends = resolve_linear_attn_backends()
         self.backend = sglang._around(lambda runner, full: _build(runner), self.runner, None)
         self.layer = kit.RadixLinearAttention(
@@ -152,7 +152,9 @@ def server():
     made = Server(4)
     made.cache().conv[0].fill_(float("nan"))
     made.cache().temporal.fill_(float("nan"))
-    return made
+    yield made
+    made.flags.__exit__(None, None, None)
+    made.runner._server_args_override.restore()
 
 
 def test_the_hook_builds_the_plug_ins_backend_and_leaves_sglangs_in_place(server):
