@@ -17,8 +17,6 @@ collect_ignore_glob = [
     f"test_{name}*.py" for name in ("vllm", "sglang") if importlib.util.find_spec(name) is None
 ]
 
-NEW_TOKENS = 12
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_clean():
@@ -44,7 +42,7 @@ def truth(tmp_path_factory) -> Truth:
     made = tiny.model()
     tiny.save(made, folder)
     prompts = tiny.prompts(56, (1, 100)) + [p * 3 for p in tiny.prompts(8, (5, 30), seed=1)]
-    answers = [tiny.greedy(made, p, NEW_TOKENS) for p in prompts]
+    answers = [tiny.greedy(made, p, tiny.NEW_TOKENS) for p in prompts]
     return Truth(folder, made, prompts, [a[0] for a in answers], [a[1] for a in answers])
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
+from sluice.integrations import vllm as sluice_plugin
+from sluice.integrations.vllm import private
 from tests.engines import tiny
-from tests.engines.conftest import NEW_TOKENS
-from tests.engines.vllm_engine import NGRAM, calls, engine
+from tests.engines.tiny import NEW_TOKENS
+from tests.engines.vllm_engine import NGRAM, Engine, calls, engine
 
 
 def _same(found, wanted):
@@ -121,3 +125,19 @@ def test_bfloat16_is_as_close_to_float32_as_vllms_own(truth):
     print(f"equal tokens {equal}, mean {mean}, worst {worst}")
     assert equal[True] >= equal[False]
     assert worst[True] <= worst[False]
+
+
+def test_batch_invariant_mode_is_offered_with_vllms_own_metadata():
+    backend = private.invariant_backend()
+    assert backend.supports_batch_invariance()
+    assert backend.get_builder_cls() is GDNAttentionMetadataBuilder
+    assert backend is private.invariant_backend()
+
+
+def test_registering_again_changes_nothing_and_another_plug_in_stays(monkeypatch):
+    sluice_plugin.register()
+    sluice_plugin.register()
+    assert op_registry_oot[private.LAYER].__name__ == "SluiceGDN"
+    monkeypatch.setitem(op_registry_oot, private.LAYER, Engine)
+    sluice_plugin.register()
+    assert op_registry_oot[private.LAYER] is Engine

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCABULARY = 512
+VOCABULARY, NEW_TOKENS = 512, 12
 CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,

@@ -12,7 +12,7 @@ import torch
 
 from sluice import ops
 from sluice.integrations import engine_calls
-from sluice.integrations.vllm import batch, serve, warm
+from sluice.integrations.vllm import batch, serve, switch, warm
 from sluice.layers.qwen import QwenShape
 from sluice.testing.compare import assert_within, tolerance
 
@@ -249,3 +249,78 @@ def test_the_plan_lists_calls_that_operators_take(order, drafts):
     plan = warm.plan(e.layer, torch.float32, drafts, True, False)
     engine_calls.check(plan, torch.device("cpu"))
     assert {call.op for call in plan} == {"step", "conv_qkv", "prefill", "decode", "rms_norm_gated"}
+
+
+def test_a_prompts_bits_do_not_depend_on_the_batch_in_batch_invariant_mode():
+    e, alone = Engine(), Engine()
+    x, others = e.inputs(100), [e.inputs(n) for n in (70, 1, 33)]
+    for engine in (e, alone):
+        engine.layer = engine.layer._replace(batch_invariant=True)
+    got = e.run(
+        _prompts([9, 2, 4, 6], [70, 100, 1, 33], [False] * 4), *_cat(others[0], x, *others[1:])
+    )
+    want = alone.run(_prompts([2], [100], [False]), *x)
+    assert torch.equal(got[70:170], want)
+    assert torch.equal(e.page[2], alone.page[2])
+    plan = warm.plan(e.layer, torch.float32, 0, True, False)
+    modes = [call.make()[1]["batch_invariant"] for call in plan if call.op == "prefill"]
+    assert modes
+    assert all(modes)
+
+
+def _config(**more) -> SimpleNamespace:
+    cache = SimpleNamespace(mamba_cache_mode=more.pop("mode", "align"))
+    return SimpleNamespace(cache_config=cache, speculative_config=None, lora_config=None, **more)
+
+
+_QWEN = SimpleNamespace(hidden_act="silu", linear_key_head_dim=128, linear_value_head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("platform", "config", "layer", "reason"),
+    [
+        ("cuda", _config(), _QWEN, None),
+        ("cpu", _config(mode="none"), _QWEN, None),
+        ("rocm", _config(), _QWEN, "rocm"),
+        ("cuda", _config(mode="all"), _QWEN, "all"),
+        ("cuda", SimpleNamespace(**{**vars(_config()), "lora_config": 1}), _QWEN, "LoRA"),
+        ("cuda", _config(), SimpleNamespace(**{**vars(_QWEN), "hidden_act": "gelu"}), "gelu"),
+        (
+            "cuda",
+            _config(),
+            SimpleNamespace(**{**vars(_QWEN), "linear_key_head_dim": 512}),
+            "wider",
+        ),
+    ],
+)
+def test_what_stays_with_vllm(monkeypatch, platform, config, layer, reason):
+    monkeypatch.setattr(switch.private, "platform", lambda: platform)
+    found = switch.why_not(config, layer)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("drafts", "tree", "served"),
+    [
+        (3, None, True),
+        (8, None, True),
+        (9, None, False),
+        (2, "[(0,), (0, 0)]", True),
+        (2, "[(0,), (1,)]", False),
+    ],
+)
+def test_drafts_that_are_served(monkeypatch, drafts, tree, served):
+    monkeypatch.setattr(switch.private, "platform", lambda: "cuda")
+    config = _config()
+    config.speculative_config = SimpleNamespace(
+        num_speculative_tokens=drafts, speculative_token_tree=tree
+    )
+    assert (switch.why_not(config, _QWEN) is None) == served
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [({}, False), ({"sluice": True}, True), ({"sluice": False}, False), (None, False)],
+)
+def test_sluice_serves_only_where_it_was_asked(given, on):
+    assert switch.asked(SimpleNamespace(additional_config=given)) == on
