@@ -32,7 +32,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs test test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,16 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-
 	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/triton-$$release \
 	    $(PY) -m pytest -n $(WORKERS) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
 	    tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py || exit 1; \
+	done
+
+# vLLM keeps to one process and one thread here, asks nobody, and gets 1 GB for its cache
+ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
+  VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+
+test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an environment of their own
+	for engine in vllm sglang; do \
+	  $(ENGINES) $(ONE_THREAD) $(VENV)-engines/bin/python -m pytest --durations=15 $(PYTEST_ARGS) \
+	    tests/engines/test_$$engine.py || exit 1; \
 	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
@@ -112,7 +122,7 @@ wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty
 	$(PY) tools/check_dist.py dist
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-engines build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch first and apart: it is the long download
@@ -144,6 +154,16 @@ $(VENV)/.docs-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 $(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 	@echo "installing sluice-gdn[release]: build and twine ..."
 	@$(PIP) --no-build-isolation --editable '.[release]'
+	@touch $@
+
+$(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
+	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (about 1 GB) ..."
+	@$(PYTHON) -m venv $(VENV)-engines
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check setuptools
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --requirement tests/engines/requirements.txt
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp

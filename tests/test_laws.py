@@ -69,6 +69,8 @@ OPTIONAL = {
     "ml_dtypes": ("integrations/onnx",),
     "safetensors": ("state_geometry", "state_pool", "integrations", "demo"),
     "rich": ("progress", "bench"),
+    "sglang": ("integrations/sglang",),
+    "vllm": ("integrations/vllm",),
 }
 
 

@@ -162,6 +162,10 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.device is not None:
         _check_device(args.device)
     print(sluice.doctor(args.device))
+    from sluice.integrations import engines
+
+    if found := list(engines.describe()):
+        print("\nEngines with a plug-in", *found, sep="\n")
     return 0
 
 
