@@ -71,8 +71,6 @@ def doctor(device: str | None = None) -> str:
     lines = [*_machine(), "", "Backends, fastest first"]
     for name in dispatch.ORDER:
         missing = dispatch.unavailable(name)
-        if missing and dispatch.EXTRAS.get(name) == "gpu" and not torch.cuda.is_available():
-            missing = "no CUDA device"  # whatever else is missing makes no difference here
         state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
         if not missing and (untried := dispatch.untried(name)):
             state += f"; {untried}"
