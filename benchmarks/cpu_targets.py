@@ -17,6 +17,7 @@ to three times; how many were kept in spite of that is printed.
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import random
@@ -261,10 +262,11 @@ def stock(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
     q, k, v, g, beta = x
+    function = inspect.unwrap(getattr(qwen, name))  # not FLA's, if that is installed
 
     def run() -> Any:
         wide = (y.repeat_interleave(HV // HK, 2) for y in (q, k))
-        return getattr(qwen, name)(*wide, v, g, beta, initial_state=state, output_final_state=True)
+        return function(*wide, v, g, beta, initial_state=state, output_final_state=True)
 
     return run
 
