@@ -12,11 +12,9 @@ Lines: states, convolution, norm, packed, one; by default all of them. The rules
 - packed: 16 sequences of 128 tokens beside one of 2,048.
 - one: the convolution of one token per sequence beside ONNX Runtime's.
 """
-# ruff: noqa: T201
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -32,10 +30,10 @@ from cpu_targets import (
     exact,
     floor,
     launch_of,
-    machine,
     medians,
     on_cpu,
     onnx_conv,
+    run_lines,
     show,
     states,
     tokens,
@@ -164,11 +162,7 @@ def main() -> None:
         "packed": packed,
         "one": one,
     }
-    torch.manual_seed(0)
-    print("\n".join(machine()))
-    print(f"float32 unless said otherwise, {HK}/{HV} heads, K = V = {WIDTH}; microseconds")
-    for name in sys.argv[1:] or list(lines):
-        lines[name]()
+    run_lines(lines)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_a_state_is_rounded_to_nearest_even(dtype, place):
     state = torch.zeros(1, HEADS, WIDTH, WIDTH, dtype=dtype)
     _, state = sluice.decode(q, k, v, g, beta, state=state, backend="cpu")
     found = state[0, ..., place]
-    assert torch.equal(bits(found), bits(v[0, 0].to(dtype)))
+    assert torch.equal(bits(found), bits((v[0, 0] + 0.0).to(dtype)))  # 0 times 1 plus -0 is 0
     state[..., place] = 0
     assert not state.any()
 
@@ -56,7 +56,7 @@ def test_a_state_that_nothing_is_written_to_keeps_its_bits(dtype):
     g, beta = torch.zeros(1, 1, HEADS), torch.zeros(1, 1, HEADS)
     words = torch.arange(HEADS * WIDTH * WIDTH, dtype=torch.int64) * 31 % 65536
     state = words.to(torch.int16).view(dtype).view(1, HEADS, WIDTH, WIDTH).clone()
-    state[~state.isfinite()] = 0
+    state[~(state.abs() < 1e30)] = 0  # no product is infinite
     before = state.clone()
     sluice.decode(x, x, x, g, beta, state=state, backend="cpu")
     same = (bits(state) == bits(before)) | ((state == 0) & (before == 0))  # -0 + 0 is 0

@@ -4,8 +4,8 @@ There are three orders of the same operations. Machines with 32 vector registers
 registers. There, `near` takes the dots of the next two rows while it folds the two before, which
 keeps the multiply units busy when the state comes from a cache. `far` reads, folds and writes one
 row after another, a stream that the memory system follows best: it is faster when the state comes
-from beyond the last-level cache. `few` does as `near` for machines with 16 registers, four rows at
-a time; k and q stay in the first-level cache.
+from beyond the last-level cache. `few` is for machines with 16 registers: it takes the dots of four
+rows and then folds them, while they are in the first-level cache.
 
 A row of 16 bits is widened when it is read and rounded once when it is written, without scratch
 memory. bfloat16 comes dealt (tiles.py), and so do k and q then. Where a row's correction d is a
@@ -122,27 +122,6 @@ def far(n: int, code: int) -> Function:
     return head
 
 
-@jit_inline
-def _few_dots(w, s, at, K):
-    """The dots of FEW rows from element `at` on."""
-    k, q = w.kq, w.kq + K
-    acc = zeros(FEW_DOTS)
-    for i in range(0, K, PAIR):
-        kq = stack(load_rows(k, i, LANES, 2), load_rows(q, i, LANES, 2))
-        acc = dot_rows(acc, load_runs(s, at + i, K, FEW, 2), kq)
-    return acc
-
-
-@jit_inline
-def _few_fold(w, s, to, at, K, decay, d):
-    """Fold FEW rows from element `at` on, which may come to hold NaN."""
-    k, c = w.kq, spread_lanes(d)
-    for i in range(0, K, PAIR):
-        kq = stack(load_rows(k, i, LANES, 2), load_rows(k, i, LANES, 2))
-        new = fold_rows(load_runs(s, at + i, K, FEW, 2), decay, kq, c)
-        store_runs(to, at + i, K, new, FEW, 0)
-
-
 @functools.cache
 def few(code: int) -> Function:
     """The same for rows of any number of pairs of vectors, four rows at a time."""
@@ -154,32 +133,27 @@ def few(code: int) -> Function:
         k, q, v, o = w.kq, w.kq + K, w.v + v0, w.o + v0
         alpha, strength, qk = get(w.decay_in, 0), get(beta, 0), get(w.qkg, 0)
         decay, soon = splat(alpha), address_of(s) + AHEAD
-        y = sums(_few_dots(w, s, 0, K))
-        older = fma(every(y, 0, 2), -alpha, load_lanes(v, 0, FEW)) * strength
-        store(o, 0, fma(older, qk, every(y, 1, 2) * alpha))
-        y = sums(_few_dots(w, s, FEW * K, K))
-        d = fma(every(y, 0, 2), -alpha, load_lanes(v, FEW, FEW)) * strength
-        store(o, FEW, fma(d, qk, every(y, 1, 2) * alpha))
-        for r in range(2 * FEW, V, FEW):
-            at, last = r * K, (r - 2 * FEW) * K
-            if all_finite(older):
-                acc, c = zeros(FEW_DOTS), spread_lanes(older)
-                for i in range(0, K, PAIR):
-                    kq = stack(load_rows(k, i, LANES, 2), load_rows(q, i, LANES, 2))
-                    acc = dot_rows(acc, load_runs(s, at + i, K, FEW, 2), kq)
-                    new = fold_rows(load_runs(s, last + i, K, FEW, 2), decay, kq, c)
-                    store_runs(to, last + i, K, new, FEW, 1)
-                    prefetch(soon + i * step, lines, 2)
-            else:
-                _few_fold(w, s, to, last, K, decay, older)
-                acc = _few_dots(w, s, at, K)
+        for r in range(0, V, FEW):
+            at, acc = r * K, zeros(FEW_DOTS)
+            for i in range(0, K, PAIR):
+                kq = stack(load_rows(k, i, LANES, 2), load_rows(q, i, LANES, 2))
+                acc = dot_rows(acc, load_runs(s, at + i, K, FEW, 2), kq)
+                prefetch(soon + i * step, lines, 2)
             soon += K * step
-            older = d
             y = sums(acc)
             d = fma(every(y, 0, 2), -alpha, load_lanes(v, r, FEW)) * strength
             store(o, r, fma(d, qk, every(y, 1, 2) * alpha))
-        _few_fold(w, s, to, (V - 2 * FEW) * K, K, decay, older)
-        _few_fold(w, s, to, (V - FEW) * K, K, decay, d)
+            c = spread_lanes(d)
+            if all_finite(d):
+                for i in range(0, K, PAIR):
+                    kq = stack(load_rows(k, i, LANES, 2), load_rows(k, i, LANES, 2))
+                    new = fold_rows(load_runs(s, at + i, K, FEW, 2), decay, kq, c)
+                    store_runs(to, at + i, K, new, FEW, 1)
+            else:
+                for i in range(0, K, PAIR):
+                    kq = stack(load_rows(k, i, LANES, 2), load_rows(k, i, LANES, 2))
+                    new = fold_rows(load_runs(s, at + i, K, FEW, 2), decay, kq, c)
+                    store_runs(to, at + i, K, new, FEW, 0)
 
     return head
 
