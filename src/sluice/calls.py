@@ -290,8 +290,8 @@ def wants_gradient(*inputs: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for x in inputs:
             if x is not None and x.requires_grad:
-                return True
-    return False
+                return not (torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export())
+    return False  # nor for a graph of ONNX: nobody can ask it for a gradient
 
 
 def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -300,8 +300,6 @@ def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
         return output
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if torch.compiler.is_compiling():
-        if torch.onnx.is_in_onnx_export():
-            return output  # a graph for inference: nobody can ask for a gradient
         raise SluiceError(NO_GRADIENT.format(op))
     refused: Tensor = _NoGradient.apply(op, output, *wanted)
     return refused

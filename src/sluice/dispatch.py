@@ -209,6 +209,9 @@ def _warning(spec: Spec, explanation: Explanation) -> str | None:
         if name in before and _meant_for(name, spec)
     ]
     if not slower:
+        torch_only = explanation.chosen in ("chunked", "reference") and spec.device.type != "cpu"
+        if spec.op.endswith("_backward") and torch_only:  # serving has kernels, training may not
+            return f"{spec.op} runs in plain torch: exact, but slower than a kernel"
         return None
     return f"{spec.op} runs on the slower backend {explanation.chosen!r}; " + "; ".join(slower)
 

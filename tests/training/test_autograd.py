@@ -54,16 +54,30 @@ def test_a_compiled_training_step_has_the_same_gradients(layer):
         assert_within(found[name], exact, 1e-6, name=name)
 
 
-def test_opcheck_of_the_functional_operators():
-    leaves, _ = SMALL.of(raw=True).make(torch.float32)
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    args = [leaves[name] for name in names]
-    args += [None, None, None, True, False, -1, "vk", 0, False, None, None]
-    results = torch.library.opcheck(torch.ops.sluice.prefill_functional.default, tuple(args))
-    assert set(results.values()) == {"SUCCESS"}
-    x = torch.randn(3, 4, requires_grad=True)
-    args = (x, x.detach(), torch.ones(4), 1e-6, "silu", None, None)
-    results = torch.library.opcheck(torch.ops.sluice.rms_norm_gated_functional.default, args)
+def functional_arguments(op):
+    """Arguments of ``torch.ops.sluice.<op>_functional``."""
+    if op == "prefill":
+        leaves, _ = SMALL.of(raw=True).make(torch.float32)
+        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+        args = [leaves[name] for name in names]
+        return [*args, None, None, None, True, False, -1, "vk", 0, False, None, None]
+    if op == "rms_norm_gated":
+        x = torch.randn(3, 4, requires_grad=True)
+        return [x, x.detach(), torch.ones(4), 1e-6, "silu", None, None]
+    x, weight = torch.randn(1, 9, 24, requires_grad=True), torch.randn(24, 4, requires_grad=True)
+    window, bounds = torch.randn(2, 24, 3, requires_grad=True), torch.tensor([0, 2, 8])
+    args = [x, weight, None, window, bounds, None]
+    if op == "causal_conv1d":
+        return [*args, "silu", -1, False, 0, None, None]
+    gates = torch.randn(1, 9, 2, requires_grad=True)
+    A_log = torch.zeros(2, requires_grad=True)
+    return [*args, gates, gates, A_log, None, "silu", -1, False, 0, True, False, [1, 2, 6, 6], None]
+
+
+@pytest.mark.parametrize("op", ["prefill", "rms_norm_gated", "causal_conv1d", "conv_qkv"])
+def test_opcheck_of_the_functional_operators(op):
+    overload = getattr(torch.ops.sluice, f"{op}_functional").default
+    results = torch.library.opcheck(overload, tuple(functional_arguments(op)))
     assert set(results.values()) == {"SUCCESS"}
 
 

@@ -180,6 +180,29 @@ def test_the_layer_in_float32_is_exact():
         assert_within(found[name].double(), wanted[name], FLOAT32, name=name)
 
 
+class Stack(torch.nn.Module):
+    """Four layers, each beside what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(GatedDeltaNet(SHAPE) for _ in range(4))
+
+    def forward(self, x, **options):
+        for layer in self.layers:
+            x = x + layer(torch.nn.functional.rms_norm(x, x.shape[-1:]), **options)
+        return x
+
+
+def test_four_layers_in_float32_are_exact():
+    x, weight = drawn(1, 130, 32).detach(), drawn(1, 130, 32, seed=1).detach()
+    bounds = torch.tensor([0, 65, 65, 130])
+    _, wanted = gradients_of(Stack().double(), x, weight, cu_seqlens=bounds)
+    _, found = gradients_of(Stack(), x.float(), weight.float(), cu_seqlens=bounds)
+    for name in wanted:
+        assert_within(found[name].double(), wanted[name], FLOAT32, name=name)
+
+
 def test_the_same_bits_each_time():
     x, weight = drawn(2, 70, 32).detach().float(), drawn(2, 70, 32, seed=1).detach().float()
     layer = a_layer(torch.float32)

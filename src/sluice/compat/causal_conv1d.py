@@ -1,7 +1,7 @@
 """causal-conv1d's functions (1.7), served by sluice, on CPU and GPU.
 
 Inputs are channel-first ``[B, D, T]``, in either memory order; states ``[B, D, L]``, L >= W - 1,
-with the same strides upstream takes. Gradients of ``causal_conv1d_fn`` are in plain torch.
+with the same strides upstream takes. ``causal_conv1d_fn`` has gradients.
 """
 
 from __future__ import annotations

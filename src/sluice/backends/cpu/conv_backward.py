@@ -11,7 +11,7 @@ So every sum has one task and one order. Heads of q and k pass through the l2 no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -200,21 +200,17 @@ def task(p, w, i):
     store_row(p.dbias, F32, first, w + (2 * p.W + 1) * ld, count)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def conv_backward_kernel(block):
-        _ = version
-        p = view(block)
-        widest = round_up(max(CHANNELS, max(p.K, p.V)), LANES)
-        memory = allocate((2 * p.W + 4 + 2 * (TOKENS + p.W)) * widest * 4 + 64)
-        w = pointer(round_up(memory, 64), F32)
-        for i in tasks_of(p):
-            task(p, w, i)
-        release(memory)
-
-    return conv_backward_kernel
+def conv_backward_kernel(block):
+    p = view(block)
+    widest = round_up(max(CHANNELS, max(p.K, p.V)), LANES)
+    memory = allocate((2 * p.W + 4 + 2 * (TOKENS + p.W)) * widest * 4 + 64)
+    w = pointer(round_up(memory, 64), F32)
+    for i in tasks_of(p):
+        task(p, w, i)
+    release(memory)
 
 
-KERNEL = Kernel("conv_backward", _make)
+KERNEL = Kernel("conv_backward", conv_backward_kernel)
 _ORDER = FIELDS.addresses
 
 

@@ -8,7 +8,7 @@ rows. There are as many parts for any number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,25 +63,21 @@ def _vector(p, w, n, row):
     store_row(p.dz, p.z_code, row * p.V, z, p.V)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def norm_backward_kernel(block):
-        _ = version
-        p = view(block)
-        n = round_up(p.V, LANES)
-        memory = allocate(5 * n * 4 + 64)
-        w = pointer(round_up(memory, 64), F32)
-        load_row(w + 3 * n, p.weight, F32, 0, p.V)
-        for part in tasks_of(p):
-            fill(w + 4 * n, n, 0.0)
-            for row in range(part * p.N // p.parts, (part + 1) * p.N // p.parts):
-                _vector(p, w, n, row)
-            store_row(p.sums, F32, part * p.V, w + 4 * n, p.V)
-        release(memory)
-
-    return norm_backward_kernel
+def norm_backward_kernel(block):
+    p = view(block)
+    n = round_up(p.V, LANES)
+    memory = allocate(5 * n * 4 + 64)
+    w = pointer(round_up(memory, 64), F32)
+    load_row(w + 3 * n, p.weight, F32, 0, p.V)
+    for part in tasks_of(p):
+        fill(w + 4 * n, n, 0.0)
+        for row in range(part * p.N // p.parts, (part + 1) * p.N // p.parts):
+            _vector(p, w, n, row)
+        store_row(p.sums, F32, part * p.V, w + 4 * n, p.V)
+    release(memory)
 
 
-KERNEL = Kernel("norm_backward", _make)
+KERNEL = Kernel("norm_backward", norm_backward_kernel)
 
 
 def bind(spec: NormBackwardSpec) -> Launch:

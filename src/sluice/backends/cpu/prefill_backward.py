@@ -12,7 +12,7 @@ long sums is ever taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -478,24 +478,20 @@ def _load_state(p, w, dst, address, at, given):
             load_row(dst + i * w.Vp, address, F32, at + i * p.V, p.V)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def prefill_backward_kernel(block):
-        _ = version
-        p = view(block)
-        record = allocate(64 * 8)
-        w = work(record)
-        size = _room(p, w, 0)
-        memory = allocate(size * 4 + 128)
-        _room(p, w, round_up(memory, 64))
-        for i in tasks_of(p):
-            task(p, w, i // p.groups, i % p.groups)
-        release(memory)
-        release(record)
-
-    return prefill_backward_kernel
+def prefill_backward_kernel(block):
+    p = view(block)
+    record = allocate(64 * 8)
+    w = work(record)
+    size = _room(p, w, 0)
+    memory = allocate(size * 4 + 128)
+    _room(p, w, round_up(memory, 64))
+    for i in tasks_of(p):
+        task(p, w, i // p.groups, i % p.groups)
+    release(memory)
+    release(record)
 
 
-KERNEL = Kernel("prefill_backward", _make)
+KERNEL = Kernel("prefill_backward", prefill_backward_kernel)
 _ORDER = FIELDS.addresses
 
 
