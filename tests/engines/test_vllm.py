@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
