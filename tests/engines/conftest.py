@@ -41,9 +41,10 @@ def truth(tmp_path_factory) -> Truth:
     folder = str(tmp_path_factory.mktemp("model"))
     made = tiny.model()
     tiny.save(made, folder)
-    prompts = tiny.prompts(56, (1, 100)) + [p * 3 for p in tiny.prompts(8, (5, 30), seed=1)]
-    answers = [tiny.greedy(made, p, tiny.NEW_TOKENS) for p in prompts]
-    return Truth(folder, made, prompts, [a[0] for a in answers], [a[1] for a in answers])
+    lengths = [1, 2, 3, 5, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100]
+    prompts = tiny.prompts(lengths, each=4) + [p * 3 for p in tiny.prompts([7, 25], 4, seed=1)]
+    tokens, logprobs = tiny.greedy(made, prompts, tiny.NEW_TOKENS)
+    return Truth(folder, made, prompts, tokens, logprobs)
 
 
 def pytest_configure(config):  # TEMPORARY

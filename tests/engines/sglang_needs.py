@@ -8,19 +8,31 @@ import sys
 from types import ModuleType
 
 
+class _Names(type):
+    """Any name of such a class is a text."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
 class _Anything(ModuleType):
-    """Any name is a class without content."""
+    """Any name of such a module is a class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"BICUBIC": None, "BILINEAR": None})
+        return _Names(name, (), {})
 
 
 def without_torchvision() -> None:
     """Put empty modules where torchvision would be, unless it is there."""
     if importlib.util.find_spec("torchvision") is not None:
         return
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()  # it remembers that there is none
     for name in (
         "torchvision",
         "torchvision.io",

@@ -21,8 +21,8 @@ CONFIG: dict[str, Any] = {
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -65,30 +65,37 @@ def save(made: nn.Module, folder: Path) -> Path:
     return folder
 
 
-def prompts(number: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
-    """Random tokens, of lengths from the first to the last one."""
+def prompts(lengths: list[int], each: int = 1, seed: int = 0) -> list[list[int]]:
+    """Random tokens: ``each`` prompts of each length, in an order that mixes them."""
     draw = random.Random(seed)
-    return [
-        [draw.randrange(VOCABULARY) for _ in range(draw.randint(*lengths))] for _ in range(number)
-    ]
+    made = [[draw.randrange(VOCABULARY) for _ in range(n)] for n in lengths for _ in range(each)]
+    draw.shuffle(made)
+    return made
 
 
-def greedy(made: nn.Module, prompt: list[int], new: int) -> tuple[list[int], torch.Tensor]:
-    """What stock transformers continues a prompt with, token by token from its cache.
+def greedy(
+    made: nn.Module, asked: list[list[int]], new: int
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """What stock transformers continues prompts with, and log probabilities of the first token.
 
-    Also the log probabilities of the first token.
+    Prompts of one length make a batch, so there is no padding.
     """
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=made.config)
-    found: list[int] = []
-    first = torch.empty(0)
-    step = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(new):
-            logits = made(step, past_key_values=cache, use_cache=True).logits[0, -1]
-            if not found:
-                first = logits.float().log_softmax(-1)
-            found.append(int(logits.argmax()))
-            step = torch.tensor([found[-1:]])
+    found: list[list[int]] = [[] for _ in asked]
+    first = [torch.empty(0) for _ in asked]
+    rows: dict[int, list[int]] = {}
+    for i, prompt in enumerate(asked):
+        rows.setdefault(len(prompt), []).append(i)
+    for group in rows.values():
+        cache = DynamicCache(config=made.config)
+        step = torch.tensor([asked[i] for i in group])
+        with torch.inference_mode():
+            for t in range(new):
+                logits = made(step, past_key_values=cache, use_cache=True).logits[:, -1]
+                step = logits.argmax(-1, keepdim=True)
+                for i, row, token in zip(group, logits, step.flatten().tolist(), strict=True):
+                    found[i].append(token)
+                    if t == 0:
+                        first[i] = row.float().log_softmax(-1)
     return found, first
