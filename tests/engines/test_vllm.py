@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
@@ -49,19 +51,24 @@ def test_chunked_prefill_with_a_small_budget(truth):
 
 
 def test_preemption(truth):
-    with engine(truth.folder, num_gpu_blocks_override=32) as e:
-        _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
+    """16 requests need another block at the same time, and there are blocks for half of them."""
+    with engine(truth.folder, num_gpu_blocks_override=36) as e:
+        more = tiny.prompts([e.block - 4], each=16, seed=4)
+        wanted, _ = tiny.greedy(truth.model, more, NEW_TOKENS)
+        prompts = more + truth.prompts[:48]
+        _same(e.tokens(prompts, NEW_TOKENS), wanted + truth.tokens[:48])
         assert e.metric("num_preemptions") > 0
 
 
 def test_a_prefix_that_is_found_equals_one_that_is_not(truth):
     """Reliability row 35. (With drafts as well, vLLM's CPU build copies states by a GPU kernel.)"""
-    heads, tails = tiny.prompts([130] * 4, seed=2), tiny.prompts([1, 5, 20, 33, 40], seed=3)
-    prompts = [head + tail for tail in tails for head in heads]
-    wanted, _ = tiny.greedy(truth.model, prompts, NEW_TOKENS)
     with engine(
         truth.folder, enable_prefix_caching=True, max_num_seqs=4, num_gpu_blocks_override=512
     ) as e:
+        heads = tiny.prompts([e.block + 10], each=4, seed=2)
+        tails = tiny.prompts([1, 5, 20, 33, 40], seed=3)
+        prompts = [head + tail for tail in tails for head in heads]
+        wanted, _ = tiny.greedy(truth.model, prompts, NEW_TOKENS)
         first = e.run(prompts, NEW_TOKENS)
         again = e.run(prompts, NEW_TOKENS)
         for outs in (first, again):
@@ -82,7 +89,10 @@ def test_drafts_of_which_some_are_rejected(truth):
 
 
 def test_bfloat16_is_as_close_to_float32_as_vllms_own(truth):
-    """The spread of bfloat16 is how far vLLM's own kernels are from float32."""
+    """The spread of bfloat16 is how far vLLM's own kernels are from float32, on average.
+
+    vLLM's own CPU kernels take no other dtype.
+    """
     equal, error = {}, {}
     for on in (False, True):
         with engine(truth.folder, on=on, dtype="bfloat16") as e:
@@ -99,9 +109,10 @@ def test_bfloat16_is_as_close_to_float32_as_vllms_own(truth):
             for o, wanted in zip(outs, truth.logprobs, strict=True)
             for token, got in o.outputs[0].logprobs[0].items()
         ]
-    worst = {on: max(x) for on, x in error.items()}
+    mean = {on: statistics.mean(x) for on, x in error.items()}
+    noise = statistics.stdev(error[False]) / len(error[False]) ** 0.5
     assert equal[True] >= equal[False]
-    assert worst[True] <= worst[False]
+    assert mean[True] <= mean[False] + 2 * noise
 
 
 def test_batch_invariant_mode_is_offered_with_vllms_own_metadata():

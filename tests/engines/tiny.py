@@ -16,8 +16,8 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 128,
     "num_hidden_layers": 4,
     "full_attention_interval": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,  # as many bytes a token as make small blocks
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

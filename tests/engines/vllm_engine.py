@@ -42,6 +42,11 @@ class Engine:
         """The gated delta layers it has built."""
         return self.llm.apply_model(_gated_delta_layers)[0]
 
+    @property
+    def block(self) -> int:
+        """Tokens of a block, which vLLM makes large enough for a layer's state."""
+        return self.core.vllm_config.cache_config.block_size
+
     def params(self, new: int, **more: Any) -> Any:
         return SamplingParams(
             temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, **more

@@ -261,7 +261,8 @@ def test_a_prompts_bits_do_not_depend_on_the_batch_in_batch_invariant_mode():
     )
     want = alone.run(_prompts([2], [100], [False]), *x)
     assert torch.equal(got[70:170], want)
-    assert torch.equal(e.page[2], alone.page[2])
+    assert torch.equal(e.layer.state[2], alone.layer.state[2])
+    assert torch.equal(e.layer.conv_state[2], alone.layer.conv_state[2])
     plan = warm.plan(e.layer, torch.float32, 0, True, False)
     modes = [call.make()[1]["batch_invariant"] for call in plan if call.op == "prefill"]
     assert modes
