@@ -226,8 +226,8 @@ class StateSnapshot:
         """Write a safetensors file with geometry and version in its metadata.
 
         A file already at ``path`` is replaced only once the new one is complete. Raises
-        :class:`MissingDependencyError` without safetensors, and :class:`PoolError` where nothing
-        can be written.
+        :class:`MissingDependencyError` without safetensors, and :class:`PoolError` where ``path``
+        is a directory, or in none that exists.
         """
         path = Path(path)
         if path.is_dir() or not path.parent.is_dir():
@@ -240,8 +240,6 @@ class StateSnapshot:
         try:
             save_file(tensors, str(partial), metadata=about | {"digest": self.geometry.digest})
             partial.replace(path)
-        except OSError as error:
-            raise PoolError(f"save: cannot write {path}: {error.strerror or error}") from error
         finally:
             partial.unlink(missing_ok=True)
 
