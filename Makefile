@@ -9,10 +9,20 @@ BENCH_ARGS  ?=
 GPU_WORKERS ?= 12
 GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d,torch
 RESULTS     ?= benchmarks/results
+# address of the repository, for the links and addresses of a release
+REPOSITORY  ?=
+# distributions that `make wheel` builds: this one, and compiled kernels if `make kernels` made some
+PACKAGES    ?= . $(patsubst %/sluice_kernels/manifest.json,%,$(wildcard packages/kernels/sluice_kernels/manifest.json))
+# of `make kernels`: the release of Triton that compiles them, and what packages/kernels/build.py takes
+KERNELS_BY   := 3.6.0
+KERNELS_ARGS ?=
 # transformers releases tested beside the newest, and what they do not share with it
 RELEASES      := 5.2.0 5.12.1
 RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
   certifi==2026.10.18 typer-slim==0.24.0
+# the oldest Triton whose kernels are tested beside the newest, and the GPUs it compiles for
+TRITONS       := 3.6.0
+TRITON_TESTS  := "not sm_89 and not sm_100"
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -22,7 +32,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-gpu sanitize-gpu lint format clean
+.PHONY: help demo bench bench-gpu bench-docs test test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,11 +49,12 @@ bench-gpu:  ## every operator beside the peers found, on this GPU, in under eigh
 	PYTHONPATH=src $(PYTHON) -m sluice.cli bench --device cuda --peers $(GPU_PEERS) --time-limit 440 \
 	  --json $(RESULTS)/gpu.json --html $(RESULTS)/gpu.html $(BENCH_ARGS)
 
-bench-docs: $(VENV)/.dev-stamp  ## write the tables of the README and the docs from the results
-	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) README.md docs/benchmarks.md
+bench-docs: $(VENV)/.dev-stamp  ## write the tables and the chart of the docs from the results
+	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) docs/benchmarks.md
+	$(PY) tools/charts.py
 
-# the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers
-test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp))  ## every test
+# the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers and Triton
+test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp))  ## every test
 	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
 	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py
@@ -52,12 +63,28 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-
 	    $(PY) -m pytest -n $(WORKERS) tests/integrations/test_transformers*.py \
 	    --ignore tests/integrations/test_transformers_bf16.py || exit 1; \
 	done
+	for release in $(if $(PYTEST_ARGS),,$(TRITONS)); do \
+	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/triton-$$release \
+	    $(PY) -m pytest -n $(WORKERS) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
+	    tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py || exit 1; \
+	done
+
+# vLLM keeps to one process and one thread here, asks nobody, and gets 1 GB for its cache
+ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
+  VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+
+test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an environment of their own
+	for engine in vllm sglang; do \
+	  $(ENGINES) $(ONE_THREAD) $(VENV)-engines/bin/python -m pytest --durations=15 $(PYTEST_ARGS) \
+	    tests/engines/test_$$engine.py || exit 1; \
+	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
 	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
-	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py $(PYTEST_ARGS)
+	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py \
+	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
 	  $(PYTEST_ARGS)
 
@@ -79,8 +106,23 @@ format: $(VENV)/.dev-stamp  ## let ruff rewrite the files
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(VENV)/.docs-stamp  ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+kernels: $(VENV)/.dev-stamp $(VENV)/triton-$(KERNELS_BY)/.stamp  ## GPU kernels, compiled for packages/kernels; no GPU is needed
+	PYTHONPATH=$(abspath $(VENV))/triton-$(KERNELS_BY) $(PY) packages/kernels/build.py $(KERNELS_ARGS)
+
+wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty environment
+	rm -rf build dist
+	for package in $(PACKAGES); do \
+	  SLUICE_REPOSITORY=$(REPOSITORY) $(PY) -m build --no-isolation --outdir dist $$package || exit 1; \
+	done
+	$(VENV)/bin/twine check --strict dist/*
+	$(PY) tools/check_dist.py dist
+
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-engines build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch first and apart: it is the long download
@@ -95,17 +137,42 @@ $(VENV)/.torch-stamp: constraints.txt
 	@touch $@
 
 $(VENV)/.demo-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
-	@echo "installing sluice[demo] ..."
+	@echo "installing sluice-gdn[demo] ..."
 	@$(PIP) --no-build-isolation --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
-	@echo "installing sluice[dev]: test tools, transformers, numba, linters ..."
+	@echo "installing sluice-gdn[dev]: test tools, transformers, numba, linters ..."
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice-gdn[docs]: mkdocs-material and mkdocstrings ..."
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
+	@echo "installing sluice-gdn[release]: build and twine ..."
+	@$(PIP) --no-build-isolation --editable '.[release]'
+	@touch $@
+
+$(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
+	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (about 1 GB) ..."
+	@$(PYTHON) -m venv $(VENV)-engines
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check setuptools
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --requirement tests/engines/requirements.txt
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp
 	@echo "installing transformers $* beside the newest ..."
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
 	  transformers==$* $(RELEASE_NEEDS)
+	@touch $@
+
+$(VENV)/triton-%/.stamp: $(VENV)/.dev-stamp
+	@echo "installing Triton $* beside the newest ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
 	@touch $@

@@ -17,19 +17,17 @@ import time
 
 import torch
 from cpu_targets import (
-    HV,
     TAPS,
-    WIDTH,
     Bursts,
     Run,
     check,
     exact,
     launch_of,
-    machine,
     medians,
     narrow,
     on_cpu,
     onnx_attention,
+    run_lines,
     show,
     states,
     tokens,
@@ -121,12 +119,7 @@ def host() -> None:
 
 
 def main() -> None:
-    lines = {f.__name__: f for f in (decode, neighbour, host)}
-    torch.manual_seed(0)
-    print("\n".join(machine()))
-    print(f"float32 unless said otherwise, 16/{HV} heads, K = V = {WIDTH}; microseconds")
-    for name in sys.argv[1:] or list(lines):
-        lines[name]()
+    run_lines({f.__name__: f for f in (decode, neighbour, host)})
 
 
 if __name__ == "__main__":

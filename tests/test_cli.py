@@ -6,6 +6,7 @@ import builtins
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ SMALL = [
     "3",
     "--rounds",
     "1",
-    "--preset",
+    "--model",
     "qwen3.5-0.8b",
 ]
 
@@ -93,10 +94,12 @@ def test_demo_agrees_prints_times_and_writes_them(small_demo, capsys, tmp_path, 
     assert "8 of 8 greedy tokens equal" in out
     assert "prefill, 2 x 20 tokens" in out
     assert "made small: 4 of" in out
+    assert "In bfloat16 (logits within" in out
     assert "Traceback" not in err
     numbers = json.loads(file.read_text())
     assert numbers["agree"] is True
     assert numbers["error"] < 1e-4
+    assert numbers["bfloat16"]["agree"] is True
     parts = {f"{phase}{part}" for phase in ("prefill", "decode") for part in ("", "_gdn", "_ops")}
     assert set(numbers["seconds"]) == parts
     for phase in ("prefill", "decode"):
@@ -129,7 +132,7 @@ def test_demo_notices_a_wrong_result_and_does_not_time_it_row_33(
 
 
 def test_demo_leaves_nothing_behind(small_demo):
-    options = small_demo.Options(preset="qwen3.5-0.8b")
+    options = small_demo.Options(model="qwen3.5-0.8b")
     model, _, _ = small_demo.build(options)
     file = sys.modules[type(model).__module__]
     before = file.torch_chunk_gated_delta_rule
@@ -161,19 +164,20 @@ def test_demo_works_without_rich(small_demo, without, capsys):
 
 def test_demo_without_transformers_names_the_extra(without, capsys):
     without("transformers")
-    assert 'pip install "sluice[transformers]"' in refused(capsys, "demo")
+    assert 'pip install "sluice-gdn[transformers]"' in refused(capsys, "demo")
 
 
 def test_mistakes_are_answered_with_what_was_expected(capsys, tmp_path):
     pytest.importorskip("transformers")
     cases = {
-        ("demo", "--preset", "qwen3.5-35b"): "did you mean 'Qwen3.5-35B-A3B'?",
-        ("demo", "--preset", "llama"): "a known model (one of Qwen3-Next-80B-A3B",
+        ("demo", "--model", "qwen3.5-35b"): "did you mean 'Qwen3.5-35B-A3B'?",
+        ("demo", "--model", "llama"): "a known model (one of Qwen3-Next-80B-A3B",
         ("demo", "--tokens", "0"): "expected a number of at least 1, got '0'",
         ("demo", "--layers", "3"): "expected at least 4 layers",
         ("demo", "--device", "banana"): "--device: expected cpu, cuda or cuda:1, got 'banana'",
         ("demo", "--model", str(tmp_path)): "expected a directory with config.json",
-        ("demo", "--preset", "x", "--model", "y"): "not allowed with argument",
+        ("warmup", "--model", "qwen3.5-35b"): "did you mean 'Qwen3.5-35B-A3B'?",
+        ("warmup", "--model", str(tmp_path)): "expected a directory with config.json",
         ("demo", "--dtype", "int8"): "invalid choice: 'int8'",
         ("dmeo",): "invalid choice: 'dmeo'",
         ("doctor", "--device", "mps"): "--device: expected cpu, cuda or cuda:1",
@@ -194,6 +198,42 @@ def test_mistakes_are_answered_with_what_was_expected(capsys, tmp_path):
 def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(capsys, tmp_path):
     message = refused(capsys, "demo", "--json", str(tmp_path / "no" / "such.json"))
     assert "--json: expected a file in a directory that exists" in message
+
+
+def test_an_interrupt_while_the_library_is_imported_is_no_traceback(tmp_path):
+    """The program is outside the package, whose import takes seconds."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    where = str(Path(sluice.__file__).parents[1])
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {where!r}]\n"
+    code += "import sluice_command; sys.exit(sluice_command.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "sluice: interrupted\n")
+
+
+def test_the_demo_says_that_the_machine_was_busy(small_demo, monkeypatch, capsys):
+    for share, said in ((0.02, False), (0.5, True)):
+        monkeypatch.setattr(small_demo.Neighbours, "share", lambda self, share=share: share)
+        assert cli.main(["demo", *SMALL]) == 0
+        assert ("BUSY: other programs took 50%" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "warmup", "export"])
+def test_every_command_calls_a_model_the_same(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--model " in capsys.readouterr().out
+
+
+def test_warmup_takes_a_checkpoint_directory(tmp_path):
+    about = {"model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 4}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+    widths = {"linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps({**about, **heads, **widths}))
+    shape = cli._shape(str(tmp_path), 2)
+    assert (shape.num_k_heads, shape.num_v_heads) == (1, 2)
+    assert cli._shape("Qwen3.5-4B", 2) == "Qwen3.5-4B"
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch, capsys):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sluice import dispatch, settings
 from sluice.testing import cases
 from tests.suite import DEVICE, backends, run_or_skip
 
@@ -31,8 +32,15 @@ def calls() -> Iterator[Any]:
                 yield pytest.param(own, dtype, backend, id=label)
 
 
-@pytest.mark.parametrize(("case", "dtype", "backend"), calls())
+@pytest.mark.parametrize(("case", "dtype", "backend"), list(calls()))
 def test_matches_the_oracle(case, dtype, backend):
     inputs = case.inputs(dtype, DEVICE)
     expected = case.expected(inputs)
     case.check(run_or_skip(case, inputs, backend), expected)
+
+
+def test_triton_runs_where_its_interpreter_is_asked_for():
+    """Else the cases above would be missing, and nobody would notice."""
+    if settings.triton_interprets():
+        assert dispatch.unavailable("triton") is None
+        assert "triton" in backends("decode")

@@ -27,7 +27,7 @@ def test_numba_says_what_it_compiles_for():
     assert all(feature[0] in "+-" for feature in numba_private.TARGET.features if feature)
 
 
-def test_a_callback_has_what_loading_it_from_the_disk_needs():
+def test_a_callback_has_what_keeping_it_on_disk_needs():
     assert numba_private.missing() == []
 
 
@@ -36,9 +36,13 @@ def test_without_one_of_them_calls_are_refused_with_the_reason(monkeypatch):
     cpu._unusable.cache_clear()
     monkeypatch.setattr(numba_private, "CFunc", lambda *arguments: object())
     x = torch.ones(2, 4)
-    with pytest.raises(sluice.BackendError, match=r"has no CFunc\._cache\.load_overload"):
+    with pytest.raises(sluice.BackendError, match=r"has no CFunc\._compile_uncached"):
         sluice.rms_norm_gated(x, x, torch.ones(4), backend="cpu")
     cpu._unusable.cache_clear()
+
+
+def test_numba_has_every_pass_that_kernels_need():
+    assert numba_private.PIPELINE is numba_private._Pipeline, "kernels compile longer without this"
 
 
 def test_methods_can_be_replaced_and_are_put_back():

@@ -251,3 +251,20 @@ def test_a_call_inside_of_another_has_a_block_of_its_own(bound_anew, monkeypatch
     call(pools[0])
     assert len(nested) == 1
     assert all(map(torch.equal, pools, expected))
+
+
+def test_sixteen_threads_all_have_a_task_of_one_sequence_with_16_heads():
+    from sluice.backends.cpu.conv import blocks_of, share_units
+    from sluice.backends.cpu.norm import share_vectors
+    from sluice.backends.cpu.tokens import share_heads
+
+    x, g = torch.zeros(1, 1, 16, 128), torch.zeros(1, 1, 16)
+    with calls.check_only() as found:
+        sluice.decode(x, x, x, g, g, state=torch.zeros(1, 16, 128, 128), backend="cpu")
+        sluice.causal_conv1d(
+            torch.zeros(1, 1, 8192), torch.zeros(8192, 4), state=torch.zeros(1, 8192, 3)
+        )
+    (decode, _), (conv, _) = found
+    assert share_heads(decode)(16)["tasks"] == 16
+    assert share_units(conv, blocks_of(conv.D))(16)["tasks"] == 16
+    assert share_vectors(16)(16) == {"tasks": 16, "unit_t": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import threading
 import warnings
@@ -177,6 +178,30 @@ def test_a_slower_choice_warns_once_and_says_why(install):
     (warning,) = _warned(lambda: [_norm() for _ in range(3)])
     expected = "rms_norm_gated runs on the slower backend 'slow'; fast: V must be 128, got 4"
     assert str(warning.message) == expected
+    assert warning.filename == __file__
+
+
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(install, monkeypatch):
+    install(fast=_fake(missing="the package numba is not installed"), slow=_fake(2.0))
+    monkeypatch.setitem(dispatch.EXTRAS, "fast", "cpu")
+    (warning,) = _warned(_norm)
+    assert "the package numba is not installed: pip install 'sluice-gdn[cpu]'" in str(
+        warning.message
+    )
+
+
+def test_a_warning_points_past_the_libraries_to_the_users_line(install):
+    """A model of transformers calls operators from inside transformers and torch."""
+    install(fast=_fake(reason="V must be 128, got 4"), slow=_fake(2.0))
+    x = torch.ones(2, 4)
+    call = functools.partial(sluice.rms_norm_gated, x, x, torch.ones(4))
+    inside: dict = {"__name__": "transformers.models.some.modeling_some", "call": call}
+    exec(compile("def forward(module): return call()", "modeling_some.py", "exec"), inside)
+
+    class Layer(torch.nn.Module):
+        forward = inside["forward"]
+
+    (warning,) = _warned(lambda: Layer()())
     assert warning.filename == __file__
 
 

@@ -166,7 +166,9 @@ METADATA: Table = {
         ({"neg_eigval": True}, "neg_eigval | raw gates | True"),
         ({"neg_eigval": True, "A_log": _floats(HV), "beta": None}, "neg_eigval | the raw b | True"),
         ({"scale": INF}, "scale | a finite number | inf"),
-        ({"scale": _floats(1)}, "scale | a finite number | tensor"),
+        ({"scale": _floats(1)}, "scale | a finite number | a tensor"),
+        ({"scale": "0.5"}, "scale | a finite number | '0.5'"),
+        ({"checkpoints": (_index(4, 5), 2)}, "checkpoints | sluice.Checkpoints | tuple"),
         ({"state": _cut}, "state | [any, 4, 6, 8] | [7, 4, 6, 7]"),
         ({"state": lambda s: s[0]}, "state | [any, 4, 6, 8] | [4, 6, 8]"),
         ({"state": lambda s: s.double()}, "state | dtype float32 | torch.float64"),
@@ -369,7 +371,7 @@ METADATA: Table = {
 VALUES: Table = {
     "prefill": [
         ({"slots": _index(3, 7)}, "slots[1] | less than 7 slots | 7"),
-        ({"slots": _index(3, 3)}, "write_slots | no slot twice | 3 in rows 0, 1"),
+        ({"slots": _index(3, 3)}, "slots | no slot twice | 3 in rows 0, 1"),
         ({"write_slots": _index(0, 9)}, "write_slots[1] | less than 7 slots | 9"),
         ({"write_slots": _index(5, 5)}, "write_slots | no slot twice | 5 in rows 0, 1"),
         ({"write_slots": _index(1, 5)}, "write_slots[0] | row 1 reads 1 | 1"),
@@ -399,7 +401,7 @@ VALUES: Table = {
     ],
     "decode": [
         (_packed(0, 1, 4) | {"slots": _index(3, 9)}, "slots[1] | less than 7 | 9"),
-        ({"slots": _index(2, 2)}, "write_slots | no slot twice | 2 in rows 0, 1"),
+        ({"slots": _index(2, 2)}, "slots | no slot twice | 2 in rows 0, 1"),
         (
             {
                 **{n: lambda x: x.repeat(1, 5, *[1] * (x.dim() - 2)).flatten(0, 1) for n in "qkvg"},
@@ -418,12 +420,12 @@ VALUES: Table = {
         ({"num_accepted": _index(-1, 0)}, "num_accepted[0] | 0 to 3 tokens | -1"),
         (
             {"draft": lambda d: d._replace(slots=_index(2, 2))},
-            "write_slots | no slot twice | 2 in rows 0, 1",
+            "slots | no slot twice | 2 in rows 0, 1",
         ),
     ],
     "causal_conv1d": [
         ({"slots": _index(3, 8)}, "slots[1] | less than 7 slots | 8"),
-        ({"slots": _index(3, 3)}, "write_slots | no slot twice | 3 in rows 0, 1"),
+        ({"slots": _index(3, 3)}, "slots | no slot twice | 3 in rows 0, 1"),
         ({"write_slots": _index(1, 3)}, "write_slots[1] | row 0 reads 3 | 3"),
         (_packed_conv(0, 7, 5), "cu_seqlens | 0 rising | [0, 7, 5]"),
         ({"checkpoints": _kept([[4], [1]], every=4)}, "checkpoints.slots[1, 0] | nothing else | 1"),
@@ -435,7 +437,7 @@ VALUES: Table = {
     ],
     "step": [
         ({"slots": _index(3, 7)}, "slots[1] | less than 7 slots | 7"),
-        ({"slots": _index(5, 5)}, "write_slots | no slot twice | 5 in rows 0, 1"),
+        ({"slots": _index(5, 5)}, "slots | no slot twice | 5 in rows 0, 1"),
         ({"ba": _spoil(NAN)}, "b | finite values | nan at [0, 0, 1]"),
         ({"dt_bias": _spoil(INF)}, "dt_bias | finite values | inf at [1]"),
         ({"ba": _spoil(NAN), "order": "interleaved"}, "ba | finite values | nan at [0, 0, 1]"),

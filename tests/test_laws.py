@@ -35,6 +35,7 @@ RANKS = {
     "settings": 0,
     "testing": 0,
     "torch_private": 0,
+    "version": 0,
     "dispatch": 1,
     "calls": 2,
     "torch_ops": 3,
@@ -52,6 +53,7 @@ ADAPTERS = 8  # integrations, distributed, and others that use the public names
 PROGRAMS = {"progress": 8, "demo": 9, "bench": 9, "cli": 10}  # and these may use testing
 CORE = ("dispatch", "calls", "torch_ops")  # what adapters reach through the public operators
 KERNEL_FILES = {"prefill", "decode", "verify", "conv", "conv_qkv", "norm", "step"}
+KERNEL_FILES |= {f"{name}_backward" for name in ("prefill", "conv", "norm")}
 
 # Optional packages, and the only places that may import each.
 OPTIONAL = {
@@ -67,6 +69,8 @@ OPTIONAL = {
     "ml_dtypes": ("integrations/onnx",),
     "safetensors": ("state_geometry", "state_pool", "integrations", "demo"),
     "rich": ("progress", "bench"),
+    "sglang": ("integrations/sglang",),
+    "vllm": ("integrations/vllm",),
 }
 
 
@@ -135,8 +139,6 @@ def _fault(importer: str, imported: str) -> str | None:
     if here == there or here == "":
         return "the root imports no backend" if here == "" and "backends" in there else None
     if there.startswith("backends"):
-        if here == "gradients" and there in ("backends.chunked", "backends.reference"):
-            return None  # autograd differentiates their torch code
         if not here.startswith("backends"):
             return "only dispatch loads a backend, by its name"
         if here == "backends.cuda_driver":
@@ -211,7 +213,7 @@ def test_a_module_imports_only_what_lies_below_it(path):
         ("sluice.backends.hopper.decode", "sluice.backends.cpu.decode"),
         ("sluice.backends.triton.decode", "sluice.backends.hopper.decode"),
         ("sluice.backends.reference.decode", "sluice.backends.chunked"),
-        ("sluice.gradients", "sluice.backends.cpu"),
+        ("sluice.gradients", "sluice.backends.chunked.prefill"),
         ("sluice.compat.fla", "sluice.backends.chunked"),
         ("sluice.compat.fla", "sluice.integrations.fla"),
         ("sluice.integrations.transformers", "sluice.backends.cpu"),
@@ -245,7 +247,6 @@ def test_the_law_forbids(importer, imported):
         ("sluice.integrations.transformers", "sluice.layers.gated_delta_net"),
         ("sluice.integrations.vllm", "sluice.ops"),
         ("sluice.integrations.fla", "sluice.compat.fla"),
-        ("sluice.gradients", "sluice.backends.chunked.prefill"),
         ("sluice.bench.timing", "sluice.testing.cases"),
     ],
 )

@@ -108,7 +108,11 @@ CONV: dict[str, tuple[Change, Change]] = {
 }
 GATES = {"a": _random(N, T, H), "A_log": _random(H)}
 OPTIONS: dict[str, dict[str, tuple[Change, Change]]] = {
-    "prefill": {**DELTA, "checkpoints": ({}, _kept(5, 6))},
+    "prefill": {
+        **DELTA,
+        "checkpoints": ({}, _kept(5, 6)),
+        "initial_state": ({"state": None}, {"initial_state": _random(N, H, DIM, DIM)}),
+    },
     "decode": DELTA,
     "verify": {
         **DELTA,
@@ -120,12 +124,14 @@ OPTIONS: dict[str, dict[str, tuple[Change, Change]]] = {
         **CONV,
         "bias": ({}, {"bias": _random(T)}),
         "state": ({"state": None}, {"state": _random(P, T, W - 1)}),
+        "initial_state": ({"state": None}, {"initial_state": _random(N, T, W - 1)}),
         "layout": ({}, {"layout": "bdt"}),
     },
     "conv_qkv": {
         **CONV,
         "bias": ({}, {"bias": _random(D)}),
         "state": ({"state": None}, {"state": _random(P, D, W - 1)}),
+        "initial_state": ({"state": None}, {"initial_state": _random(N, D, W - 1)}),
         "num_k_heads": ({}, {"num_k_heads": 1, "head_v_dim": DIM}),
         "num_v_heads": ({}, {"num_v_heads": 2 * H, "head_k_dim": DIM}),
         "head_k_dim": ({}, {"head_k_dim": DIM // 2}),

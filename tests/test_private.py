@@ -211,16 +211,15 @@ def test_without_hooks_a_kernel_has_none(private):
 def test_without_what_kernels_say_the_backend_is_unavailable_and_says_why(
     triton, private, monkeypatch, lost
 ):
-    portable = importlib.import_module("sluice.backends.triton")
-    if portable.interpreted():
+    toolchain = importlib.import_module("sluice.backends.triton.toolchain")
+    if toolchain.interpreted():
         pytest.skip("kernels have no parameters in the interpreter")
     kernel = SimpleNamespace()
     if lost != "params":
         names = (name for name in private.PARAMETER if name != lost)
         kernel.params = [SimpleNamespace(**dict.fromkeys(names))]
     monkeypatch.setattr(private, "_kernel", kernel)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    reason = portable.unavailable.__wrapped__()
+    reason = toolchain.unable.__wrapped__()
     assert f"Triton {triton.__version__} does not say" in reason
     assert "do_not_specialize_on_alignment" in reason
 

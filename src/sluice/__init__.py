@@ -5,7 +5,7 @@
 of a model, ``GatedDeltaNet`` is the layer. ``explain`` and ``doctor`` tell who serves a call.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sluice.contract.errors import BackendError, ContractError, SlowPathWarning, SluiceError
 from sluice.dispatch import use_backend
@@ -24,22 +24,42 @@ from sluice.ops import (
     verify,
 )
 from sluice.settings import validate
-from sluice.state_pool import PoolGeometry, StatePool, StateSnapshot
+from sluice.state_pool import (
+    DoubleFreeError,
+    GeometryError,
+    MissingDependencyError,
+    PoolError,
+    PoolExhaustedError,
+    PoolGeometry,
+    Slot,
+    StatePool,
+    StateSnapshot,
+    UseAfterFreeError,
+)
+from sluice.version import __version__
 from sluice.warmup import warmup
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from sluice.integrations.transformers import accelerate, restore
 
 __all__ = [
     "BackendError",
     "Checkpoints",
     "ContractError",
+    "DoubleFreeError",
     "Draft",
     "GatedDeltaNet",
+    "GeometryError",
+    "MissingDependencyError",
+    "PoolError",
+    "PoolExhaustedError",
     "PoolGeometry",
+    "Slot",
     "SlowPathWarning",
     "SluiceError",
     "StatePool",
     "StateSnapshot",
+    "UseAfterFreeError",
     "__version__",
     "accelerate",
     "causal_conv1d",
@@ -59,10 +79,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """``accelerate`` and ``restore``, imported with their integration when first asked for."""
-    if name in ("accelerate", "restore"):
-        from sluice.integrations import transformers
+if not TYPE_CHECKING:  # to a type checker, a module with __getattr__ has every name
 
-        return getattr(transformers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """``accelerate`` and ``restore``, imported with their integration when first asked for."""
+        if name in ("accelerate", "restore"):
+            from sluice.integrations import transformers
+
+            return getattr(transformers, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

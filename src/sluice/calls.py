@@ -101,7 +101,8 @@ def check_only() -> Iterator[list[Checked]]:
     found: list[Checked] = []
     token = _only_checked.set(found)
     try:
-        yield found
+        with torch.no_grad():  # or autograd would follow the call, and run it
+            yield found
     finally:
         _only_checked.reset(token)
 
@@ -177,7 +178,7 @@ def run(
 def _bind(
     name: str, form: Any, options: tuple[Any, ...], metas: tuple[Any, ...], backend: str | None
 ) -> Bound:
-    op = OPERATORS[name]
+    op = OPERATORS.get(name) or BACKWARD[name]
     described = tuple(None if m is None else Meta(*m) for m in metas)
     spec, outputs = _describe(op, described, options, form)
     return Bound(spec, outputs, dispatch.choose(spec, backend, op.check_values))
@@ -186,6 +187,9 @@ def _bind(
 def forget() -> None:
     """Bind every call anew: for tests and sweeps that change what backends bind by."""
     _bind.cache_clear()
+
+
+dispatch.when_a_backend_gives_up.append(forget)
 
 
 def _described(
@@ -286,8 +290,8 @@ def wants_gradient(*inputs: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for x in inputs:
             if x is not None and x.requires_grad:
-                return True
-    return False
+                return not (torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export())
+    return False  # nor for a graph of ONNX: nobody can ask it for a gradient
 
 
 def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -296,8 +300,6 @@ def without_gradient(op: str, output: Tensor, *inputs: Tensor | None) -> Tensor:
         return output
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if torch.compiler.is_compiling():
-        if torch.onnx.is_in_onnx_export():
-            return output  # a graph for inference: nobody can ask for a gradient
         raise SluiceError(NO_GRADIENT.format(op))
     refused: Tensor = _NoGradient.apply(op, output, *wanted)
     return refused
@@ -307,7 +309,11 @@ _NO_JIT = (
     "{}: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, would keep the results of "
     "this call as constants; use torch.export, torch.compile or torch.onnx.export(dynamo=True)"
 )
-NO_GRADIENT = "{}: no gradient is defined; call it under torch.no_grad() or inference_mode()"
+NO_GRADIENT = (
+    "{}: no gradient is defined through tensors that are written in place (state, out); to train, "
+    "use prefill, causal_conv1d and conv_qkv with initial_state or no state; to serve, call it "
+    "under torch.no_grad() or inference_mode()"
+)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -326,3 +332,5 @@ class _NoGradient(torch.autograd.Function):
 
 OPERATORS: dict[str, Operator] = {}
 """Every operator by name; ``ops`` registers them."""
+BACKWARD: dict[str, Operator] = {}
+"""The backward of operators, ``<op>_backward``."""

@@ -7,12 +7,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import sluice
 from sluice import progress
 from sluice.bench.command import add_parser as add_bench
 from sluice.contract.errors import SluiceError
+from sluice.layers.qwen import QwenShape, from_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,9 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Run one hybrid model with transformers' own layers and with sluice's, check "
         "that the outputs agree, then time both. Exit status 1 if they do not agree.",
     )
-    source = demo.add_mutually_exclusive_group()
-    source.add_argument("--preset", default="Qwen3.5-4B", help="gated delta heads (%(default)s)")
-    source.add_argument("--model", type=Path, metavar="PATH", help="a checkpoint directory instead")
+    which = "a Qwen model, for its gated delta heads, or a checkpoint directory (%(default)s)"
+    demo.add_argument("--model", default="Qwen3.5-4B", metavar="NAME|PATH", help=which)
     for name, kind, default, text in (
         ("--batch", _count, 8, "prompts at once (%(default)s)"),
         ("--prompt-length", _count, 256, "tokens of each prompt (%(default)s)"),
@@ -77,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         help="compile now all that a model needs, so that no request waits",
         description="Run every operator once in each form that a model's layers call it in.",
     )
-    warmup.add_argument("--model", default="Qwen3.5-4B", help="a Qwen model (%(default)s)")
+    which = "a Qwen model, or a checkpoint directory (%(default)s)"
+    warmup.add_argument("--model", default="Qwen3.5-4B", metavar="NAME|PATH", help=which)
     warmup.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
     warmup.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
     warmup.add_argument("--dtype", choices=dtypes, default="bfloat16", help="(%(default)s)")
@@ -122,7 +124,6 @@ def _demo(args: argparse.Namespace) -> int:
         raise SluiceError(f"--json: expected a file in a directory that exists, got {args.json}")
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     options = demo.Options(
-        preset=args.preset,
         model=args.model,
         batch=args.batch,
         prompt_length=args.prompt_length,
@@ -144,15 +145,27 @@ def _demo(args: argparse.Namespace) -> int:
         print(f"\n{result.table()}\n")
         versions = f"transformers {result.machine['transformers']}, torch {result.machine['torch']}"
         print(f"Medians of {args.rounds} interleaved rounds; {versions}.")
+        if result.busy:
+            took = f"other programs took {result.others:.0%} of the cores"
+            print(f"BUSY: {took}; times are not reliable.")
+    numbers, agree = result.to_json(), result.agree
+    if agree and args.device == "cpu" and args.dtype is None:
+        half = demo.run(replace(options, dtype=torch.bfloat16, rounds=1), progress.steps)
+        print(half.line())
+        numbers["bfloat16"], agree = half.to_json(), half.agree
     if args.json is not None:
-        _write(args.json, json.dumps(result.to_json(), indent=2) + "\n")
-    return 0 if result.agree else 1
+        _write(args.json, json.dumps(numbers, indent=2) + "\n")
+    return 0 if agree else 1
 
 
 def _doctor(args: argparse.Namespace) -> int:
     if args.device is not None:
         _check_device(args.device)
     print(sluice.doctor(args.device))
+    from sluice.integrations import engines
+
+    if found := list(engines.describe()):
+        print("\nEngines with a plug-in", *found, sep="\n")
     return 0
 
 
@@ -163,13 +176,14 @@ def _warmup(args: argparse.Namespace) -> int:
     from sluice.warmup import compile_aside, forms, run
 
     begin = time.perf_counter()
+    model = _shape(args.model, args.tp)
     dtypes = (args.dtype, args.gate_dtype or args.dtype, args.state_dtype, args.slots_dtype)
     dtype, gates, state, slots = (getattr(torch, name) for name in dtypes)
     kinds = Kinds(dtype, gates, state, args.state_layout, slots)
 
     def make() -> tuple[list[ModelCall], torch.device]:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return list(forms(args.model, args.tp, device, kinds)), device
+        return list(forms(model, args.tp, device, kinds)), device
 
     others = [] if args.device == "cpu" else compile_aside(make)
     if args.device is not None:
@@ -201,7 +215,7 @@ def _export(args: argparse.Namespace) -> int:
     with progress.steps(1 + STEPS) as step:
         step("loading the model")
         model, _, notes = demo.load(
-            demo.Options(model=args.model, dtype=getattr(torch, args.dtype))
+            demo.Options(model=str(args.model), dtype=getattr(torch, args.dtype))
         )
         made = export(
             model,
@@ -216,6 +230,19 @@ def _export(args: argparse.Namespace) -> int:
     print(f"  {len(made.inputs) - 1} states, each an input past.* and an output present.*")
     print(f"  checked: largest relative error against PyTorch {made.error:.1e}, {seconds:.0f} s")
     return 0
+
+
+def _shape(model: str, tp: int) -> QwenShape | str:
+    """The shape of a checkpoint directory, one rank's; a name stays a name."""
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        if Path(model).is_dir():
+            raise SluiceError(f"--model: expected a directory with config.json, got {model}")
+        return model
+    try:
+        return from_config(json.loads(config.read_text())).shard(tp)
+    except (ValueError, OSError) as error:
+        raise SluiceError(f"--model: cannot read {config}: {error}") from error
 
 
 def _check_device(name: str) -> None:

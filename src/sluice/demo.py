@@ -25,6 +25,7 @@ from sluice.contract.errors import ContractError, SluiceError
 from sluice.doctor import specs
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch, restore
 from sluice.layers.qwen import ORDERS, QwenShape, from_config, linear_layers_of, preset
+from sluice.neighbours import BUSY, Neighbours
 from sluice.state_pool import MissingDependencyError
 from sluice.testing.compare import largest_error, relative_error
 
@@ -40,10 +41,9 @@ Progress = Callable[[int], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True)
 class Options:
-    """The options; ``model`` is a checkpoint directory and replaces ``preset``."""
+    """The options; ``model`` is a Qwen model, whose heads are taken, or a checkpoint directory."""
 
-    preset: str = "Qwen3.5-4B"
-    model: Path | None = None
+    model: str = "Qwen3.5-4B"
     batch: int = 8
     prompt_length: int = 256
     tokens: int = 32
@@ -51,6 +51,12 @@ class Options:
     layers: int = 4
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The directory, where ``model`` is one."""
+        path = Path(self.model)
+        return path if path.is_dir() or path.is_absolute() else None
 
 
 @dataclass
@@ -68,6 +74,12 @@ class Result:
     equal_tokens: int
     all_tokens: int
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    others: float | None = None  # share of the cores that other programs took while it was timed
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs took so much of the cores that times are not reliable."""
+        return (self.others or 0.0) > BUSY
 
     @property
     def agree(self) -> bool:
@@ -95,6 +107,20 @@ class Result:
             + ("." if self.options["dtype"] == "float32" else " (near ties may fall either way).")
         )
 
+    def line(self) -> str:
+        """The speed-ups in one line: of the whole model, and of the layers without projections."""
+        dtype = self.options["dtype"]
+        if not self.agree:
+            return f"{dtype}: {self.agreement()}"
+        parts = []
+        for phase in ("prefill", "decode"):
+            stock, ours = (self.median(f"{phase}_ops", kind) for kind in KINDS)
+            whole = self.median(phase, "transformers") / self.median(phase, "sluice")
+            parts.append(
+                f"{phase} {whole:.2f}x, without projections {stock / ours:.2f}x ({ours:.2f} ms)"
+            )
+        return f"In {dtype} (logits within {self.error:.0e}): {'; '.join(parts)}."
+
     def table(self) -> str:
         """The times of both, as a table."""
         batch, prompt = self.options["batch"], self.options["prompt_length"]
@@ -117,13 +143,14 @@ class Result:
 def run(options: Options, progress: Progress) -> Result:
     """Build or load the model, compare the outputs, and time both if they agree."""
     _need_transformers()
-    if options.model is None:
-        preset(options.preset)  # refuses an unknown name before anything is shown
-    elif not (options.model / "config.json").is_file():
-        raise SluiceError(f"--model: expected a directory with config.json, got {options.model}")
+    folder = options.checkpoint
+    if folder is None:
+        preset(options.model)  # refuses an unknown name before anything is shown
+    elif not (folder / "config.json").is_file():
+        raise SluiceError(f"--model: expected a directory with config.json, got {folder}")
     with torch.no_grad(), progress(3 + 2 * options.rounds) as advance:
         advance("building the model")
-        model, shape, notes = load(options) if options.model else build(options)
+        model, shape, notes = load(options) if folder else build(options)
         ids = _prompt(model, options)
         outputs: dict[str, tuple[Tensor, Tensor]] = {}
         for kind in KINDS:
@@ -136,12 +163,14 @@ def run(options: Options, progress: Progress) -> Result:
             return result
         result.seconds = {phase: {kind: [] for kind in KINDS} for phase in PHASES}
         _, feed = outputs["transformers"]
+        neighbours = Neighbours()
         for i in range(options.rounds):
             for kind in KINDS if i % 2 == 0 else reversed(KINDS):
                 advance(f"round {i + 1} of {options.rounds}: {kind}")
                 with running(model, kind):
                     for phase, seconds in timed(model, ids, feed).items():
                         result.seconds[phase][kind].append(seconds)
+        result.others = neighbours.share()
     return result
 
 
@@ -149,7 +178,7 @@ def build(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
     """A model with a preset's gated delta heads, its shape, and what was made smaller."""
     import transformers
 
-    shape = preset(options.preset)
+    shape = preset(options.model)
     hidden, layers = min(shape.hidden, HIDDEN), options.layers
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -191,21 +220,22 @@ def load(options: Options) -> tuple[nn.Module, QwenShape, list[str]]:
     """The whole model of a checkpoint directory."""
     import transformers
 
-    assert options.model is not None
+    folder = options.checkpoint
+    assert folder is not None
     try:
-        kind = json.loads((options.model / "config.json").read_text()).get("model_type")
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
         if kind not in ORDERS:
             raise ContractError("--model", "model_type", f"one of {', '.join(ORDERS)}", repr(kind))
-        config = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         shape = from_config(config)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model, dtype=options.dtype, local_files_only=True
+            folder, dtype=options.dtype, local_files_only=True
         )
     except SluiceError:
         raise
     except Exception as error:  # a damaged checkpoint may raise anything
-        raise SluiceError(f"--model: cannot load {options.model}: {error}") from error
-    notes = [f"checkpoint {options.model}, {shape.layers} layers ({shape.linear_layers} linear)"]
+        raise SluiceError(f"--model: cannot load {folder}: {error}") from error
+    notes = [f"checkpoint {folder}, {shape.layers} layers ({shape.linear_layers} linear)"]
     return model.to(options.device).eval().requires_grad_(False), shape, notes
 
 
@@ -252,11 +282,11 @@ def compare(
     served = (s for s in specs(shape, device, options.dtype) if s.op in ran)
     about = {**asdict(options), "dtype": str(options.dtype).removeprefix("torch.")}
     return Result(
-        model=shape.name if options.model is None else str(options.model),
+        model=shape.name if options.checkpoint is None else options.model,
         notes=notes,
         machine=machine(device),
         backends={s.op: dispatch.explain(s).chosen or "-" for s in served},
-        options={**about, "model": options.model and str(options.model)},
+        options=about,
         error=relative_error(logits, exact),
         largest=largest_error(logits, exact),
         tolerance=TOLERANCE[options.dtype],
@@ -367,6 +397,6 @@ def _need_transformers() -> None:
         import transformers
     except ImportError as error:
         raise MissingDependencyError(
-            'the demo compares with transformers: pip install "sluice[transformers]"'
+            'the demo compares with transformers: pip install "sluice-gdn[transformers]"'
         ) from error
     transformers.logging.set_verbosity_error()  # hides its advice to install other packages

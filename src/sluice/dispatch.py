@@ -19,11 +19,17 @@ from typing import Any
 
 from torch import Tensor
 
-from sluice.contract.errors import BackendError, SlowPathWarning
+from sluice.contract.errors import BackendError, GaveUpError, SlowPathWarning
+from sluice.contract.names import BackendName
 from sluice.contract.spec import Spec
 
 ORDER: tuple[str, ...] = ("hopper", "triton", "cpu", "chunked", "reference")
 """Backends from the fastest to the one that serves everything."""
+
+EXTRAS = {"hopper": "gpu", "triton": "gpu", "cpu": "cpu"}
+"""The extra of the distribution that installs what a backend needs."""
+LIBRARIES = ("sluice", "torch", "transformers", "accelerate", "fla")
+"""Code between a program and an operator, to which a warning does not point."""
 
 Launch = Callable[[Sequence[Tensor | None]], None]
 """A bound call: takes the tensors of a spec, in order, and starts its kernels."""
@@ -33,6 +39,8 @@ Progress = Callable[[str, int, int], None]
 
 _forced: ContextVar[str | None] = ContextVar("sluice_backend", default=None)
 _warned: set[tuple[str, str]] = set()
+when_a_backend_gives_up: list[Callable[[], object]] = []
+"""Functions that forget what was bound: ``explain`` no longer names that backend."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Explanation:
 
 
 @contextlib.contextmanager
-def use_backend(name: str | None) -> Iterator[None]:
+def use_backend(name: BackendName | None) -> Iterator[None]:
     """Run the calls in this scope on one backend, or fail with its reason for refusing them.
 
     >>> import sluice, torch
@@ -88,12 +96,12 @@ class Choice:
         explanation: Explanation,
         backend: str | None,
         check_values: CheckValues | None = None,
+        misplaced: Sequence[str] = (),
     ) -> None:
-        if explanation.chosen is None:
-            raise BackendError(str(explanation))
-        self.spec, self.explanation, self.backend = spec, explanation, backend
-        module = _module(explanation.chosen)
-        self.launch: Launch = module.bind(spec)
+        self.launch, self.explanation = _bound(spec, explanation, backend, misplaced)
+        explanation = self.explanation
+        assert explanation.chosen is not None
+        self.spec, self.backend, module = spec, backend, _module(explanation.chosen)
         self.warning = None if backend is not None else _warning(spec, explanation)
         self.aligned = [spec.TENSORS.index(name) for name in _aligned(module, spec)]
         self.check_values = check_values
@@ -113,21 +121,46 @@ class Choice:
                 where = (names[j] for j in self.aligned if tensors[j].data_ptr() % 16)
                 chosen = self._for_addresses(tuple(where))
                 break
-        if chosen.warning is not None and (self.spec.op, chosen.warning) not in _warned:
-            _warned.add((self.spec.op, chosen.warning))
-            warnings.warn(chosen.warning, SlowPathWarning, stacklevel=_depth())
+        if chosen.warning is not None:
+            _warn_once(self.spec.op, chosen.warning)
         return chosen
 
     def _for_addresses(self, where: tuple[str, ...]) -> Choice:
         if where not in self._elsewhere:
             explanation = explain(self.spec, self.backend, where)
-            self._elsewhere[where] = Choice(self.spec, explanation, self.backend)
+            choice = Choice(self.spec, explanation, self.backend, misplaced=where)
+            self._elsewhere[where] = choice
         return self._elsewhere[where]
 
 
 def choose(spec: Spec, backend: str | None, check_values: CheckValues | None = None) -> Choice:
     """Choose a backend for ``spec`` and let it bind."""
     return Choice(spec, explain(spec, backend, briefly=True), backend, check_values)
+
+
+def _bound(
+    spec: Spec, explanation: Explanation, backend: str | None, misplaced: Sequence[str]
+) -> tuple[Launch, Explanation]:
+    """A launch by the backend chosen, or by the next one where that gives up; and who it is."""
+    for _ in ORDER:
+        if explanation.chosen is None:
+            break
+        try:
+            return _module(explanation.chosen).bind(spec), explanation
+        except GaveUpError:
+            _gave_up()
+            explanation = explain(spec, backend, misplaced, briefly=True)
+    raise BackendError(str(explanation))
+
+
+def try_out(spec: Spec) -> None:
+    """Let the backend that would serve ``spec`` compile it, if it has never run with such a one."""
+    chosen = explain(spec, briefly=True).chosen
+    if chosen is not None and untried(chosen) is not None:
+        try:
+            _module(chosen).bind(spec)
+        except GaveUpError:
+            _gave_up()
 
 
 def misplaced(spec: Spec, tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
@@ -176,6 +209,9 @@ def _warning(spec: Spec, explanation: Explanation) -> str | None:
         if name in before and _meant_for(name, spec)
     ]
     if not slower:
+        torch_only = explanation.chosen in ("chunked", "reference") and spec.device.type != "cpu"
+        if spec.op.endswith("_backward") and torch_only:  # serving has kernels, training may not
+            return f"{spec.op} runs in plain torch: exact, but slower than a kernel"
         return None
     return f"{spec.op} runs on the slower backend {explanation.chosen!r}; " + "; ".join(slower)
 
@@ -210,6 +246,8 @@ def unavailable(name: str) -> str | None:
         reason: str | None = _module(name).unavailable()
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
         return f"cannot be imported: {error}"
+    if reason is not None and name in EXTRAS and reason.endswith("is not installed"):
+        return f"{reason}: pip install 'sluice-gdn[{EXTRAS[name]}]'"
     return reason
 
 
@@ -242,8 +280,30 @@ def compile(
     for name in ORDER:
         if unavailable(name) is None and hasattr(_module(name), "compile"):
             mine = [spec for spec in specs if explain(spec).chosen == name]
-            if mine:
-                _module(name).compile(mine, share, progress)
+            try:
+                if mine:
+                    _module(name).compile(mine, share, progress)
+            except GaveUpError:  # the next one compiles them
+                _gave_up()
+                if (warning := _warning(mine[0], explain(mine[0]))) is not None:
+                    _warn_once(mine[0].op, warning)
+
+
+def _gave_up() -> None:
+    for forget in when_a_backend_gives_up:
+        forget()
+
+
+def untried(name: str) -> str | None:
+    """What the backend has never run with, in words; None if nothing is known of that kind."""
+    said: Callable[[], str | None] = getattr(_module(name), "untried", lambda: None)
+    return said()
+
+
+def _warn_once(op: str, text: str) -> None:
+    if (op, text) not in _warned:
+        _warned.add((op, text))
+        warnings.warn(text, SlowPathWarning, stacklevel=_depth())
 
 
 def _meant_for(name: str, spec: Spec) -> bool:
@@ -259,9 +319,14 @@ def _meant_for(name: str, spec: Spec) -> bool:
 
 
 def _depth() -> int:
-    """How far up the program's own line is: a warning points there, not into this package."""
+    """How far up the program's own line is: a warning points there, not into a library.
+
+    A model that transformers runs calls operators from deep inside; its user's line is meant.
+    """
     depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sluice."):
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in LIBRARIES:
+            break
         depth, frame = depth + 1, frame.f_back
     return depth
 

@@ -11,15 +11,21 @@ from typing import Any
 import torch
 
 from sluice import calls, dispatch, ops
+from sluice.contract.names import BackendName, OperatorName
 from sluice.contract.spec import Spec
 from sluice.layers.qwen import PRESETS, QwenShape
 from sluice.model_calls import Kinds, ModelCalls
+from sluice.version import __version__
 
 PACKAGES = ("torch", "triton", "numba", "transformers", "onnxruntime", "safetensors")
 
 
 def explain(
-    op: str, *args: Any, backend: str | None = None, device: str | None = None, **kwargs: Any
+    op: OperatorName,
+    *args: Any,
+    backend: BackendName | None = None,
+    device: str | None = None,
+    **kwargs: Any,
 ) -> dispatch.Explanation:
     """Which backend would serve this call, and why the others do not. Nothing is run.
 
@@ -60,10 +66,14 @@ def doctor(device: str | None = None) -> str:
         device: "cpu" or "cuda"; the GPU where there is one by default.
     """
     where = _device(device)
+    for spec in specs(next(iter(PRESETS.values())), where):
+        dispatch.try_out(spec)
     lines = [*_machine(), "", "Backends, fastest first"]
     for name in dispatch.ORDER:
         missing = dispatch.unavailable(name)
         state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
+        if not missing and (untried := dispatch.untried(name)):
+            state += f"; {untried}"
         lines.append(f"  {name:<10} {state}")
         lines += [f"  {'':<10} {note}" for note in dispatch.notes(name)]
     lines += ["", f"Who serves what on {where} (bfloat16 inputs, float32 state)"]
@@ -94,7 +104,7 @@ def _device(device: str | None) -> torch.device:
 
 def _machine() -> Iterator[str]:
     cores = os.cpu_count()
-    yield f"sluice {importlib.metadata.version('sluice') if _installed('sluice') else '(source)'}"
+    yield f"sluice {__version__}"
     yield f"  Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"  {cores} cores, {torch.get_num_threads()} torch threads"
     for index in range(torch.cuda.device_count()):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sluice import calls, ops
+from sluice.contract.names import StateLayout
 from sluice.layers.qwen import QwenShape
 
 
@@ -22,7 +23,7 @@ class Kinds(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     gate_dtype: torch.dtype = torch.bfloat16
     state_dtype: torch.dtype = torch.float32
-    state_layout: str = "vk"
+    state_layout: StateLayout = "vk"
     slots_dtype: torch.dtype = torch.int64
 
 

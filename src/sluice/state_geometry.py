@@ -5,19 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.contract.meta import overlaps
-from sluice.layers.qwen import QwenShape, preset
+from sluice.layers.qwen import QwenShape, from_config, preset
 
-Model = str | QwenShape
+
+class ModelConfig(Protocol):
+    """A transformers config, as far as it is looked at here."""
+
+    @property
+    def model_type(self) -> str: ...
+
+
+Model = str | QwenShape | Mapping[str, Any] | ModelConfig
+"""A name of ``layers.qwen``, a shape, or a transformers config (object or mapping)."""
 
 _DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 _UNITS = {"": 1, "b": 1} | {
@@ -68,7 +78,8 @@ class PoolGeometry:
             value = getattr(self, f.name)
             if f.name.endswith("dtype"):
                 if value not in _DTYPES.values():
-                    raise ContractError("PoolGeometry", f.name, f"one of {list(_DTYPES)}", value)
+                    expected = f"one of {', '.join(map(str, _DTYPES.values()))}"
+                    raise ContractError("PoolGeometry", f.name, expected, repr(value))
             elif f.name != "tag" and (not isinstance(value, int) or value < 1):
                 raise ContractError("PoolGeometry", f.name, "an int of at least 1", value)
 
@@ -76,12 +87,13 @@ class PoolGeometry:
     def for_model(
         cls, model: Model, *, tp: int = 1, conv_columns: int | None = None, **options: Any
     ) -> PoolGeometry:
-        """Geometry of one of ``tp`` ranks of a model: a name of ``layers.qwen`` or a shape.
+        """Geometry of one of ``tp`` ranks of a model: a name, a shape or a transformers config.
 
+        Names and shapes are those of ``layers.qwen``; a config is read by its ``from_config``.
         ``conv_columns`` defaults to ``W − 1``; ``options`` are ``state_dtype`` (float32),
         ``conv_dtype`` (bfloat16) and ``tag``.
         """
-        shape = (preset(model) if isinstance(model, str) else model).shard(tp)
+        shape = _shape(model).shard(tp)
         least = shape.conv_width - 1
         if conv_columns is not None and conv_columns < least:
             expected = f"at least W - 1 = {least} of {shape.name}"
@@ -198,6 +210,14 @@ class StateSnapshot:
     def __len__(self) -> int:
         return self.conv.shape[1]
 
+    def __repr__(self) -> str:
+        g = self.geometry
+        return (
+            f"StateSnapshot({len(self)} sequences, layers={g.layers}, conv={list(g.conv_shape)} "
+            f"{g.conv_dtype}, state={list(g.state_shape)} {g.state_dtype}, "
+            f"device={str(self.recurrent.device)!r})"
+        )
+
     def to(self, device: torch.device | str) -> StateSnapshot:
         """The same state on another device."""
         return StateSnapshot(self.geometry, self.conv.to(device), self.recurrent.to(device))
@@ -206,9 +226,13 @@ class StateSnapshot:
         """Write a safetensors file with geometry and version in its metadata.
 
         A file already at ``path`` is replaced only once the new one is complete. Raises
-        :class:`MissingDependencyError` without safetensors.
+        :class:`MissingDependencyError` without safetensors, and :class:`PoolError` where ``path``
+        is a directory, or in none that exists.
         """
         path = Path(path)
+        if path.is_dir() or not path.parent.is_dir():
+            got = f"the directory {path}" if path.is_dir() else f"{path}"
+            raise PoolError(f"save: expected a file in a directory that exists, got {got}")
         partial = path.with_name(path.name + ".partial")
         save_file = _safetensors().torch.save_file
         tensors = {"conv": self.conv.contiguous(), "recurrent": self.recurrent.contiguous()}
@@ -227,6 +251,8 @@ class StateSnapshot:
         contradicts itself, and :class:`MissingDependencyError` without safetensors.
         """
         safetensors = _safetensors()
+        if Path(path).is_dir():
+            raise PoolError(f"load: {path}: expected a state snapshot, got a directory")
         try:
             with safetensors.safe_open(str(path), framework="pt", device=str(device)) as file:
                 about = file.metadata() or {}
@@ -304,6 +330,18 @@ def geometry_of(
     )
 
 
+def _shape(model: Model) -> QwenShape:
+    """The shape of whatever names or describes a model."""
+    if isinstance(model, QwenShape):
+        return model
+    if isinstance(model, str):
+        return preset(model)
+    if isinstance(model, Mapping) or hasattr(model, "model_type") or hasattr(model, "text_config"):
+        return from_config(model)
+    expected = "a model's name, a QwenShape or a transformers config"
+    raise ContractError("for_model", "model", expected, type(model).__name__)
+
+
 def _kind(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape[1:])} {tensor.dtype} on {tensor.device}"
 
@@ -314,6 +352,6 @@ def _safetensors() -> ModuleType:
         import safetensors.torch
     except ImportError as error:
         raise MissingDependencyError(
-            "saving and loading state needs safetensors: pip install 'sluice[pool]'"
+            "saving and loading state needs safetensors: pip install 'sluice-gdn[pool]'"
         ) from error
     return safetensors

@@ -17,11 +17,12 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from sluice.contract.errors import ContractError
+from sluice.contract.names import ConvOrder, StateLayout
 from sluice.state_geometry import (
     GeometryError,
     MissingDependencyError,
@@ -47,8 +48,6 @@ __all__ = [
     "parse_bytes",
 ]
 
-StateLayout = Literal["vk", "kv"]
-ConvOrder = Literal["dl", "ld"]
 Slots = int | Sequence[int] | torch.Tensor
 
 _serial = itertools.count()
@@ -155,7 +154,8 @@ class StatePool:
     ) -> StatePool:
         """A pool for one of ``tp`` ranks of a model; ``storage`` as in the constructor.
 
-        ``model`` is a name of :mod:`sluice.layers.qwen` or a shape; ``conv_columns`` defaults to
+        ``model`` is a name or a shape of :mod:`sluice.layers.qwen`, or a transformers config
+        (``model.config``); ``conv_columns`` defaults to
         ``W − 1`` (give more for speculative decoding in engines that keep a longer window).
 
         >>> StatePool.for_model("qwen3.5-0.8b", slots=1, tp=16).layer(17)[1].shape
@@ -234,6 +234,13 @@ class StatePool:
             f"StatePool(layers={g.layers}, slots={self.slots}, available={self.available}, "
             f"conv={list(g.conv_shape)} {g.conv_dtype}, state={list(g.state_shape)} "
             f"{g.state_dtype} {self.state_layout!r}, device={str(self.device)!r})"
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """A pool has one owner: ``copy``, ``deepcopy`` and ``pickle`` are refused, with the way."""
+        raise PoolError(
+            "StatePool: a pool is not copied or pickled, because slots, views and CUDA graphs refer"
+            " to its memory; use snapshot and restore, or save and load"
         )
 
     # ---- memory: views, never copies ------------------------------------------------------------
@@ -400,6 +407,8 @@ class StatePool:
         Raises :class:`GeometryError` for a snapshot of another geometry, ``ContractError`` for a
         wrong number of slots, :class:`PoolExhaustedError`, :class:`UseAfterFreeError`.
         """
+        if not isinstance(snapshot, StateSnapshot):
+            raise ContractError("restore", "snapshot", "a StateSnapshot", type(snapshot).__name__)
         self.geometry.require("restore", snapshot.geometry)
         with self._lock, contextlib.ExitStack() as stack:
             if slots is None:
@@ -466,8 +475,8 @@ class StatePool:
     @contextlib.contextmanager
     def _taking(self, op: str, n: int) -> Iterator[list[Slot]]:
         """The ``n`` lowest free slots; they are freed again if the body raises."""
-        if n < 0:
-            raise ContractError(op, "n", "at least 0", n)
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise ContractError(op, "n", "an int of at least 0", repr(n))
         if n > len(self._free):
             raise PoolExhaustedError(
                 f"{op}: expected {n} free slots, got {len(self._free)} free of "

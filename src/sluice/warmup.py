@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from sluice import dispatch
+from sluice.contract.names import StateLayout
 from sluice.layers.qwen import QwenShape, preset
 from sluice.model_calls import Kinds, ModelCall, ModelCalls
 
@@ -34,7 +35,7 @@ def warmup(
     dtype: torch.dtype = torch.bfloat16,
     gate_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype = torch.float32,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     slots_dtype: torch.dtype = torch.int64,
     progress: Callable[[str], None] | None = None,
 ) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from sluice import cli
 from sluice.bench import command, floors
 from sluice.bench import session as sessions
 
-TINY = ["--preset", "qwen3.5-27b", "--tp", "16", "--rounds", "2", "--seconds", "0.01"]
+TINY = ["--model", "qwen3.5-27b", "--tp", "16", "--rounds", "2", "--seconds", "0.01"]
 TINY += ["--threads", "1", "--no-first-call", "--device", "cpu"]
 
 
@@ -96,7 +96,7 @@ def test_a_wrong_row_of_sluice_fails_the_command(tmp_path, capsys):
 
 
 def test_the_list_is_what_would_run(capsys):
-    asked = ["prefill", "--preset", "qwen3.5-27b", "--tp", "2", "--lengths", "8192,4x2048"]
+    asked = ["prefill", "--model", "qwen3.5-27b", "--tp", "2", "--lengths", "8192,4x2048"]
     assert bench(*asked, "--peers", "fla,flashqla,flashinfer", "--list") == 0
     assert capsys.readouterr().out.splitlines() == [
         "prefill/Qwen3.5-27B/tp2/8192",
@@ -110,7 +110,7 @@ def test_the_list_is_what_would_run(capsys):
     [
         (["prefil"], "did you mean 'prefill'?"),
         (["--peers", "flashinfr"], "did you mean 'flashinfer'?"),
-        (["--preset", "qwen3.5-27"], "did you mean 'Qwen3.5-27B'?"),
+        (["--model", "qwen3.5-27"], "did you mean 'Qwen3.5-27B'?"),
         (["--dtype", "float23"], "did you mean 'float32'?"),
         (["--backends", "referense"], "did you mean 'reference'?"),
         (["--lengths", "81o2"], "--lengths: expected a length such as 8192, 4x2048"),
@@ -121,7 +121,12 @@ def test_the_list_is_what_would_run(capsys):
         (["--device", "tpu"], "--device: expected cpu, cuda or cuda:1"),
         (["--peer-path", "fla"], "--peer-path: expected NAME=DIR"),
         (["--peer-path", "fla=/no/such/place"], "--peer-path: expected a directory"),
-        (["--rounds", "0"], "at least one thread and one round"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--threads", "0"], "--threads: expected 1 to "),
+        (["--threads", "99999"], "got 99999"),
+        (["--seconds", "-1"], "--seconds: expected more than 0 seconds, got -1"),
+        (["--time-limit", "0"], "--time-limit: expected more than 0"),
+        (["--backends", "nope"], "'nope' is no backend (one of hopper, triton, cpu, chunked"),
         (["--compare", "none.json", "none.json"], "none.json: No such file"),
         (["--show", "none.json"], "none.json: No such file"),
         (["--update-docs", "a.md"], "expected results (.json) and documents (.md)"),

@@ -108,6 +108,88 @@ def test_rows_of_one_operator_can_be_looked_at(page, chromium):
     assert found[3] == "decode"
 
 
+def probed(page, chromium, script, *flags):
+    """The title that a script gives the page."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    done = chromium(page, "--dump-dom", *flags)
+    assert console(done) == []
+    return re.search(r"<title>(.*?)</title>", done.stdout)[1]
+
+
+def test_rows_are_sorted_by_a_number_and_put_back(page, chromium):
+    script = """
+      const head = [...document.querySelectorAll("th button")].find((x) => x.innerText === "µs");
+      const rows = (kind) => [...document.querySelectorAll("tbody tr" + kind)];
+      const times = () => rows("[data-us]").map((x) => +x.dataset.us);
+      const order = () => rows("").map((x) => x.innerText).join();
+      const before = order();
+      const after = (up, x, y) => (up ? x >= y : x <= y);
+      const sorted = (up) => times().every((x, n, all) => !n || after(up, x, all[n - 1]));
+      const found = [];
+      for (const up of [true, false]) { head.click(); found.push(sorted(up)); }
+      head.click();
+      document.title = [...found, order() === before].join(" ");
+    """
+    assert probed(page, chromium, script) == "true true true"
+
+
+def test_one_provider_is_looked_at_beside_sluice(page, chromium):
+    script = """
+      const pick = document.getElementById("pick-who");
+      pick.value = "fla";
+      pick.dispatchEvent(new Event("change"));
+      const shown = [...document.querySelectorAll("tr[data-provider]")].filter((x) => !x.hidden);
+      document.title = [...new Set(shown.map((x) => x.dataset.provider))].sort().join(" ");
+    """
+    assert probed(page, chromium, script) == "fla sluice"
+
+
+def test_the_address_shows_one_operator_alone(page, chromium):
+    script = """
+      location.hash = "decode";
+      setTimeout(() => {
+        const lines = document.querySelectorAll("#glance svg > text:not([pointer-events])");
+        const names = [...lines].map((x) => x.textContent);
+        document.title = [names.includes("decode"), names.includes("prefill")].join(" ");
+      }, 200);
+    """
+    assert probed(page, chromium, script) == "true false"
+
+
+def test_a_loss_is_seen_although_the_mean_is_a_win():
+    """In the script: the smallest ratio decides the border, and is written below the mean."""
+    script = html._asset("charts.js")
+    assert 'if (found.low < 1) box.classList.add("losing")' in script
+    assert ".losing { stroke: var(--bad)" in html._asset("page.css")
+
+
+def test_a_busy_run_has_a_banner():
+    results = sample()
+    assert 'class="banner"' not in html.page(results).split("<script")[0]
+    results.machine["others"] = 0.48
+    text = html.page(results).split("<script")[0]
+    assert '<p class="banner" role="alert">' in text
+    assert "other programs took 48% of the cores" in text
+
+
+def test_the_page_says_in_words_what_it_shows(page):
+    text = page.read_text(encoding="utf-8").split("<script")[0]
+    assert "Every operator of sluice beside " in text
+    assert "agreed with the float64 oracle" in text
+
+
+def test_a_narrow_screen_shows_every_number_with_its_name(page, chromium):
+    script = """
+      const cell = document.querySelector("td[data-name='µs']");
+      const box = cell.getBoundingClientRect();
+      const name = getComputedStyle(cell, "::before").content;
+      document.title = [box.right <= innerWidth, box.width > 20, name].join(" ");
+    """
+    shown = probed(page, chromium, script, "--window-size=500,900")
+    assert shown.replace("&quot;", '"') == 'true true "µs"'
+
+
 def test_text_of_others_cannot_end_the_script():
     results = sample()
     results.rows[0].status = "error"

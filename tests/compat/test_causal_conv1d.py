@@ -63,6 +63,27 @@ def test_fn_keeps_packed_sequences_apart():
     assert not y[1, :, 7:].any()
 
 
+@pytest.mark.parametrize("W", [2, 4, 5])
+def test_fn_gives_initial_states_to_the_first_sequence_of_each_row(W):
+    x, weight, states = drawn(3, D, 9), drawn(D, W), drawn(3, D, W - 1)
+    numbers = torch.tensor([[0] * 2 + [1] * 7, [5] * 9, [-1] * 3 + [4] * 6])
+    y = causal_conv1d_fn(x, weight, seq_idx=numbers, initial_states=states)
+    options = {"activation": None}
+    for row, a, b, state in ((0, 0, 2, 0), (0, 2, 9, None), (1, 0, 9, 1), (2, 3, 9, None)):
+        part = x[row : row + 1, :, a:b]
+        given = torch.zeros(1, D, W - 1) if state is None else states[state : state + 1]
+        close([y[row : row + 1, :, a:b]], exact(part, weight, state=given, **options)[:1])
+    assert not y[2, :, :3].any()
+    wanted = states.clone().requires_grad_()
+    causal_conv1d_fn(x, weight, seq_idx=numbers, initial_states=wanted).sum().backward()
+    reached = wanted.grad.abs().sum((1, 2)) > 0
+    assert reached.tolist() == [True, True, False]
+    empty = causal_conv1d_fn(x[..., :0], weight, seq_idx=numbers[:, :0], initial_states=states)
+    assert empty.shape == (3, D, 0)
+    with pytest.raises(ContractError, match="causal_conv1d_fn: initial_states: expected shape"):
+        causal_conv1d_fn(x, weight, seq_idx=numbers, initial_states=states[:2])
+
+
 @pytest.mark.parametrize("L", [3, 4, 9])
 @pytest.mark.parametrize("T", [None, 1, 5])
 def test_update(T, L):
@@ -113,7 +134,6 @@ def test_what_is_not_served_is_refused_by_name():
     for options in (
         {"activation": "gelu"},
         {"final_states_out": torch.zeros(1, D, 3)},
-        {"initial_states": torch.zeros(1, D, 3), "seq_idx": numbers},
         {"return_final_states": True, "seq_idx": numbers},
         {"seq_idx": numbers[:, 1:]},
     ):

@@ -1,17 +1,12 @@
-"""FlashInfer's functions: linear gates, pools, checkpoints, draft tokens; nothing ignored."""
+"""FlashInfer's prefill: linear gates, pools of any stride, checkpoints, plans; nothing ignored."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 
-from sluice.compat.flashinfer import (
-    chunk_gated_delta_rule,
-    gated_delta_rule_decode_pretranspose,
-    gated_delta_rule_mtp,
-)
+from sluice import ops
+from sluice.compat.flashinfer import chunk_gated_delta_rule
 from sluice.contract.errors import ContractError
 from sluice.testing import oracle
 from sluice.testing.compare import FLOAT32_CPU, assert_same_bits, assert_within
@@ -102,7 +97,7 @@ def test_pools(same):
     others = [1, 2, 3, 4, 5, 6, 8]  # 2 is the empty sequence's
     assert_same_bits(target[others], untouched[others], "other rows")
     assert same or torch.equal(pool, before)
-    with pytest.raises(ContractError, match="output_state: expected the pool"):
+    with pytest.raises(ContractError, match="expected an explicit output_state pool"):
         chunk_gated_delta_rule(
             q,
             k,
@@ -138,16 +133,137 @@ def test_checkpoints():
         chunk_gated_delta_rule(q, k, v, cu_seqlens=BORDERS, **options)
 
 
+@pytest.mark.parametrize("use_cp", ["auto", True, False])
+@pytest.mark.parametrize("cut", [None, 64])
+def test_use_cp_and_a_chunk_length_are_plans(use_cp, cut, monkeypatch):
+    q, k, v, g, beta, S = packed()
+    seen, prefill = [], ops.prefill
+
+    def spy(*args, **options):
+        seen.append(options["batch_invariant"])
+        return prefill(*args, **options)
+
+    monkeypatch.setattr(ops, "prefill", spy)
+    options = {"use_cp": use_cp, "_cp_chunk_len": cut, "backend": "flashinfer"}
+    found = chunk_gated_delta_rule(q, k, v, g.exp(), beta, None, S, True, BORDERS, **options)
+    close(found, oracle.delta(q, k, v, g, beta, state=S, cu_seqlens=BORDERS)[:2])
+    assert seen == [use_cp is False or cut is not None]
+
+
+@pytest.mark.parametrize("every", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_is_the_state_of_a_call_that_ended_there(every, dtype):
+    q, k, v, g, beta, S = packed()
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    borders, lengths = torch.tensor([0, 136, 200]), (136, 64)
+    counts = [n // every for n in lengths]
+    kept = torch.full((sum(counts), 4, 8, 8), float("nan"))
+    chunk_gated_delta_rule(
+        *(q, k, v, g.exp(), beta, None, S[:2], False, borders),
+        state_checkpoints=kept,
+        checkpoint_cu_starts=torch.tensor([0, counts[0], sum(counts)]),
+        checkpoint_every_n_tokens=every,
+        use_cp=False,
+    )
+    alone = []
+    for i, start in enumerate((0, 136)):
+        for j in range(1, counts[i] + 1):
+            part = [x[start : start + j * every] for x in (q, k, v, g.exp(), beta)]
+            ends = torch.tensor([0, j * every])
+            options = {"cu_seqlens": ends, "use_cp": False, "output_final_state": True}
+            alone.append(chunk_gated_delta_rule(*part, None, S[i : i + 1], **options)[1])
+    assert_same_bits(kept, torch.cat(alone), "checkpoints")
+
+
+def test_checkpoints_of_a_bfloat16_pool_are_not_rounded_to_bfloat16():
+    q, k, v, g, beta, S = packed()
+    pool = S.to(torch.bfloat16)
+    kept, starts = torch.zeros(2, 4, 8, 8), torch.tensor([0, 2, 2, 2])
+    exact = oracle.delta(*(x[:64].unsqueeze(0) for x in (q, k, v, g, beta)), state=pool[:1])[1]
+    chunk_gated_delta_rule(
+        *(q, k, v, g.exp(), beta, None, pool, True, BORDERS),
+        output_state=pool,
+        state_checkpoints=kept,
+        checkpoint_cu_starts=starts,
+        checkpoint_every_n_tokens=64,
+    )
+    close([kept[:1]], [exact])
+
+
+STRIDED = {
+    "page": lambda n: torch.zeros(n, 5, 8, 8)[:, :4],
+    "heads": lambda n: torch.zeros(n, 8, 8, 8)[:, ::2],
+    "inner": lambda n: torch.zeros(n, 4, 8, 16)[..., ::2],
+    "transposed": lambda n: torch.zeros(n, 4, 8, 8).mT,
+}
+
+
+@pytest.mark.parametrize("how", STRIDED)
+@pytest.mark.parametrize("pooled", [True, False], ids=["pool", "packed"])
+@pytest.mark.parametrize("same", [True, False], ids=["in place", "elsewhere"])
+def test_states_of_any_stride(how, pooled, same):
+    q, k, v, g, beta, S = packed()
+    slots = torch.tensor([4, 1, 0]) if pooled else None
+    pool = STRIDED[how](5 if pooled else 3)
+    pool.copy_(drawn(*pool.shape, seed=9))
+    rows = slots.tolist() if pooled else [0, 1, 2]
+    pool[rows] = S
+    memory = pool.untyped_storage()
+    target = pool if same else STRIDED[how](len(pool))
+    before, untouched = pool.clone(), target.clone()
+    bytes_before = torch.tensor(memory.tolist(), dtype=torch.uint8)
+    options = {"output_state": target, "cu_seqlens": BORDERS, "state_indices": slots}
+    o, final = chunk_gated_delta_rule(q, k, v, g.exp(), beta, None, pool, True, **options)
+    assert final is target
+    expected = oracle.delta(q, k, v, g, beta, state=S, cu_seqlens=BORDERS)
+    live = [rows[0], rows[2]]
+    close([o, target[live]], [expected[0], expected[1][[0, 2]]])
+    others = [i for i in range(len(pool)) if i not in live]
+    assert_same_bits(target[others], untouched[others], "other rows")
+    assert same or torch.equal(pool, before)
+    pool.copy_(before)  # what lies between the states is as it was
+    assert torch.equal(torch.tensor(memory.tolist(), dtype=torch.uint8), bytes_before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+@pytest.mark.parametrize("same", [True, False])
+def test_narrow_states(dtype, same):
+    q, k, v, g, beta, S = packed()
+    slots, pool = torch.tensor([4, 1, 0]), torch.zeros(5, 4, 8, 8)
+    pool[slots] = S
+    pool = pool.to(dtype)
+    start, target = pool.float()[slots], pool if same else pool.clone()
+    options = {"output_state": target, "cu_seqlens": BORDERS, "state_indices": slots}
+    o, _ = chunk_gated_delta_rule(q, k, v, g.exp(), beta, None, pool, True, **options)
+    exact = oracle.delta(q, k, v, g, beta, state=start, cu_seqlens=BORDERS)
+    close([o], exact[:1])
+    rounded = torch.zeros(5, 4, 8, 8)
+    rounded[slots] = torch.stack([exact[1][0].float(), start[1], exact[1][2].float()])
+    steps = (target.float() - rounded.to(dtype).float()).abs()
+    assert (steps <= rounded.abs() * torch.finfo(dtype).eps).all()
+
+
+def test_an_output_of_another_dtype_or_stride():
+    q, k, v, g, beta, _ = packed()
+    exact = oracle.delta(q, k, v, g, beta, cu_seqlens=BORDERS)[0]
+    for out in (torch.empty(200, 4, 8, dtype=torch.float64), torch.empty(200, 4, 16)[..., ::2]):
+        o = chunk_gated_delta_rule(q, k, v, g.exp(), beta, cu_seqlens=BORDERS, output=out)
+        assert o is out
+        close([o], [exact])
+
+
 def test_prefill_refuses_by_name():
     q, k, v, _, beta, S = packed()
     for options in (
-        {"use_cp": True},
+        {"use_cp": "never"},
         {"backend": "cudnn"},
-        {"_cp_chunk_len": 64},
+        {"_cp_chunk_len": 32},
+        {"output": drawn(200, 4, 4)},
         {"checkpoint_every_n_tokens": 32},
         {"state_checkpoints": S},
         {"checkpoint_cu_starts": BORDERS},
         {"max_seqlen": 100},
+        {"max_seqlen": 201},
         {"initial_state": S[:2]},
         {"beta": beta[:, :2]},
         {"cu_seqlens": None},
@@ -157,136 +273,25 @@ def test_prefill_refuses_by_name():
             chunk_gated_delta_rule(q, k, v, **{"cu_seqlens": BORDERS, **options})
 
 
-def draft(T, B=4):
-    """q, k, v, then by name: raw gates."""
-    qkv = drawn(B, T, 2, 8), drawn(B, T, 2, 8, seed=1), drawn(B, T, 4, 8, seed=2)
-    names = {
-        "A_log": drawn(4, seed=3),
-        "a": drawn(B, T, 4, seed=4),
-        "dt_bias": drawn(4, seed=5),
-        "b": drawn(B, T, 4, seed=6),
-    }
-    return qkv, names
-
-
-def expected_of(qkv, names, state, **options):
-    gates = {"A_log": names["A_log"], "dt_bias": names["dt_bias"], "normalize_qk": True}
-    return oracle.delta(*qkv, names["a"], names["b"], state=state, **{**gates, **options})[:2]
-
-
-@pytest.mark.parametrize("T", [1, 3, 12])
-def test_decode_in_place(T):
-    qkv, names = draft(T)
-    state = drawn(4, 4, 8, 8, seed=7)
-    expected = expected_of(qkv, names, state)
-    out = torch.empty(4, T, 4, 8, dtype=torch.bfloat16)
-    o, same = gated_delta_rule_decode_pretranspose(*qkv, state.clone(), **names, output=out)
-    assert o is out
-    assert_within(out, expected[0], 4e-3, name="rounded")
-    o, same = gated_delta_rule_decode_pretranspose(*qkv, state, **names)
-    assert same is state
-    close([o, state], expected)
-    before = state.clone()
-    options = {"scale": 0.5, "use_qk_l2norm": False, "disable_state_update": True}
-    o, _ = gated_delta_rule_decode_pretranspose(*qkv, state, **names, **options)
-    close([o], expected_of(qkv, names, before, scale=0.5, normalize_qk=False)[:1])
-    assert_same_bits(state, before, "nothing written")
-
-
-def test_decode_from_a_pool_with_padding_and_other_slots_to_write():
-    qkv, names = draft(1)
-    pool = drawn(9, 4, 8, 8, seed=8)
-    before, read = pool.clone(), torch.tensor([7, -1, 0, 3])
-    write = torch.tensor([1, 2, 0, -1])
-    o, same = gated_delta_rule_decode_pretranspose(
-        *qkv,
-        None,
-        **names,
-        initial_state=pool,
-        initial_state_indices=read,
-        output_state_indices=write,
-    )
-    expected = expected_of(qkv, names, before[read.clamp(min=0)])
-    assert same is pool
-    close([o[[0, 2, 3]], pool[[1, 0]]], [expected[0][[0, 2, 3]], expected[1][[0, 2]]])
-    assert not o[1].any()
-    assert_same_bits(pool[2:], before[2:], "others")
-
-
-@pytest.mark.parametrize("T", [2, 4])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_draft_tokens_with_their_states(T, frozen):
-    qkv, names = draft(T)
-    pool, read = drawn(9, 4, 8, 8, seed=8), torch.tensor([7, -1, 0, 3])
-    before, live = pool.clone(), [0, 2, 3]
-    buffer = torch.full((5, T + 1, 4, 8, 8), 9.0)
-    o, _ = gated_delta_rule_mtp(
-        *qkv,
-        pool,
-        read,
-        **names,
-        intermediate_states_buffer=buffer,
-        disable_state_update=frozen,
-    )
-    start = before[read.clamp(min=0)]
-    for t in range(T):
-        part = [x[:, : t + 1] for x in qkv]
-        cut = {**names, "a": names["a"][:, : t + 1], "b": names["b"][:, : t + 1]}
-        state = expected_of(part, cut, start)[1]
-        close([buffer[live, t]], [state[live]])
-    close([o[live]], [expected_of(qkv, names, start)[0][live]])
-    assert (buffer[1] == 9).all()
-    assert (buffer[4] == 9).all()
-    assert (buffer[:, T] == 9).all()
-    rows = [i for i in range(9) if frozen or i not in (7, 0, 3)]
-    assert_same_bits(pool[rows], before[rows], "others")
-    if not frozen:
-        close([pool[read[live]]], [state[live]])
-
-
-def test_each_token_s_state_into_the_pool():
-    T, qkv_names = 3, draft(3)
-    qkv, names = qkv_names
-    pool, read = drawn(20, 4, 8, 8, seed=8), torch.tensor([1, 2, 3, -1])
-    before = pool.clone()
-    to = torch.tensor([[4, 5, 6], [7, -1, 9], [10, 11, 12], [13, 14, 15]], dtype=torch.int32)
-    options = {"ssm_state_indices": to, "disable_state_update": False}
-    gated_delta_rule_mtp(*qkv, pool, read, **names, **options)
-    for t, i in itertools.product(range(T), range(3)):
-        part = [x[i : i + 1, : t + 1] for x in qkv]
-        cut = {**names, **{n: names[n][i : i + 1, : t + 1] for n in "ab"}}
-        if to[i, t] >= 0:
-            state = expected_of(part, cut, before[read[i : i + 1]])[1]
-            close([pool[to[i, t]]], [state[0]])
-    rest = [0, 1, 2, 3, 8, 13, 14, 15, 16]  # what was read stays too
-    assert_same_bits(pool[rest], before[rest], "others")
-
-
-def test_decode_refuses_by_name():
-    qkv, names = draft(2)
-    pool, read = drawn(9, 4, 8, 8), torch.arange(4)
-    mtp = (*qkv, pool, read)
-    for options in (
-        {"cache_replayssm": True},
-        {"replayssm_rawv": pool},
-        {"replayssm_rawk": pool},
-        {"replayssm_g": pool},
-        {"replayssm_beta": pool},
-        {"intermediate_states_buffer": torch.zeros(3, 2, 4, 8, 8)},
-        {"ssm_state_indices": torch.zeros(4, 1, dtype=torch.int32)},
-        {"output": torch.zeros(4, 2, 4, 4)},
+def test_messages_carry_upstream_s_words():
+    """Upstream's own tests read these messages."""
+    q, k, v, _, _, S = packed()
+    tensors = {"state_checkpoints": S, "checkpoint_cu_starts": BORDERS}
+    pooled = {"initial_state": S, "output_final_state": True, "state_indices": torch.arange(3)}
+    for words, options in (
+        ("multiple of the chunk size", {"checkpoint_every_n_tokens": 100}),
+        ("non-negative", {"checkpoint_every_n_tokens": -1}),
+        ("must both be provided", {"checkpoint_every_n_tokens": 64}),
+        ("must be None", tensors),
+        (
+            "state_checkpoints must have dtype",
+            {**tensors, "checkpoint_every_n_tokens": 64, "state_checkpoints": S.int()},
+        ),
+        (
+            "elements",
+            {**tensors, "checkpoint_every_n_tokens": 64, "checkpoint_cu_starts": BORDERS[:2]},
+        ),
+        ("explicit output_state pool", pooled),
     ):
-        (argument,) = options
-        with pytest.raises(ContractError, match=f"gated_delta_rule_mtp: {argument}: expected"):
-            gated_delta_rule_mtp(*mtp, **names, disable_state_update=False, **options)
-    with pytest.warns(FutureWarning, match="disable_state_update"):
-        gated_delta_rule_mtp(*mtp, **names)
-    one = gated_delta_rule_decode_pretranspose
-    for argument, state, options in (
-        ("backend", pool, {"backend": "rubin"}),
-        ("state", pool, {"initial_state": pool, "initial_state_indices": read}),
-        ("initial_state_indices", None, {"initial_state": pool}),
-        ("output_state_indices", pool[:4], {"output_state_indices": read}),
-    ):
-        with pytest.raises(ContractError, match=f"pretranspose: {argument}: expected"):
-            one(*qkv, state, **names, **options)
+        with pytest.raises(ValueError, match=words):
+            chunk_gated_delta_rule(q, k, v, cu_seqlens=BORDERS, **options)

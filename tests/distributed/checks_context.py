@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -310,7 +311,53 @@ def serving_goes_on_behind_a_split_prefill(rank: int, size: int) -> None:
         assert_within(o[0], exact[split.tokens :], FLOAT32_CPU, name="o")
 
 
+@torch.enable_grad()
+def gradients_equal_those_of_one_device(rank: int, size: int) -> None:
+    ranks = Ranks(timeout=30)
+    split, bounds = packed(size)
+    part = split.part(rank)
+    at = slice(part.start, part.stop)
+    for beta, per_key in ((True, False), (True, True), (False, False)):
+        args = {n: x.double() for n, x in tokens(split.tokens, beta=beta, per_key=per_key).items()}
+        weight = inputs.normal(inputs.generator(5), 1, split.tokens, HV, V)[0]
+        whole = {n: x.clone().requires_grad_() for n, x in args.items()}
+        o, _ = sluice.prefill(**whole, cu_seqlens=bounds)
+        exact = torch.autograd.grad((o * weight).sum(), list(whole.values()))
+        mine = {n: x[at].clone().requires_grad_() for n, x in args.items()}
+        o, state = prefill(**mine, ranks=ranks, split=split)
+        found = torch.autograd.grad((o * weight[at]).sum(), list(mine.values()))
+        for name, a, b in zip(args, found, exact, strict=True):
+            assert_within(a, b[at], 1e-10, name=f"d{name}")
+        with pytest.raises(sluice.SluiceError, match="no gradient is defined through states"):
+            state.sum().backward()
+
+
+@torch.enable_grad()
+def gradients_of_a_layer_equal_those_of_one_device(rank: int, size: int) -> None:
+    """Parameters: the sum of the ranks' parts. A row of a batch, cut at short borders too."""
+    ranks = Ranks(timeout=30)
+    torch.manual_seed(0)
+    shape = QwenShape("small", 24, 2, 4, 1, (0,), head_k_dim=8, head_v_dim=8)
+    layer = GatedDeltaNet(shape).double()
+    T = 20 * size
+    borders = (0, *(20 * r + 1 for r in range(1, size - 1)), T - 2, T)
+    x, weight = torch.randn(2, T, 24).double(), torch.randn(2, T, 24).double()
+    for split in (Split.even(T, size), Split(borders)):
+        at = slice(split.part(rank).start, split.part(rank).stop)
+        whole = x.clone().requires_grad_()
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        exact = torch.autograd.grad((layer(whole) * weight).sum(), [whole, *parameters])
+        mine = x[:, at].clone().requires_grad_()
+        y = forward(layer, mine, ranks=ranks, split=split)
+        found = torch.autograd.grad((y * weight[:, at]).sum(), [mine, *parameters])
+        assert_within(found[0], exact[0][:, at], 1e-10, name="dx")
+        for name, a, b in zip(names, found[1:], exact[1:], strict=True):
+            assert_within(ranks.all_reduce("test", a.clone()), b, 1e-10, name=name)
+
+
 CHECKS = (
+    gradients_equal_those_of_one_device,
+    gradients_of_a_layer_equal_those_of_one_device,
     prefill_equals_segments_and_oracle,
     a_scan_serves_any_split,
     final_states_go_where_they_were_asked_for,

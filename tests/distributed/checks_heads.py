@@ -23,7 +23,7 @@ from sluice.distributed import (
     reshard,
     whole_shape,
 )
-from sluice.layers import GatedDeltaNet, QwenShape
+from sluice.layers import GatedDeltaNet, QwenShape, shard_weights
 from sluice.state_geometry import GeometryError
 from sluice.state_pool import PoolGeometry, StatePool, StateSnapshot
 from sluice.testing.compare import FLOAT32_CPU, assert_same_bits, assert_within
@@ -272,7 +272,27 @@ def another_geometry_is_refused_on_every_rank(rank: int, size: int) -> None:
     ranks.agree("still in step", {})
 
 
+@torch.enable_grad()
+def gradients_of_divided_heads_equal_those_of_the_whole_layer(rank: int, size: int) -> None:
+    layer = whole_layer(shape()).double().requires_grad_()
+    torch.manual_seed(1)
+    x, weight = torch.randn(2, 30, HIDDEN).double(), torch.randn(2, 30, HIDDEN).double()
+    part = parallelize(copy.deepcopy(layer), None)
+    found = []
+    for one in (layer, part):
+        leaf = x.clone().requires_grad_()
+        (one(leaf) * weight).sum().backward()
+        found.append(leaf.grad)
+    assert_within(found[1], found[0], 1e-10, name="dx")
+    assert_within(part.norm.weight.grad, layer.norm.weight.grad, 1e-10, name="norm")
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    mine = shard_weights(grads, shape(), rank=rank, tp=size)
+    for name, p in part.named_parameters():
+        assert_within(p.grad, mine[name], 1e-10, name=name)
+
+
 CHECKS = (
+    gradients_of_divided_heads_equal_those_of_the_whole_layer,
     heads_have_the_bits_of_one_device,
     the_sum_over_ranks_is_the_layer,
     weights_divide_load_and_join_exactly,

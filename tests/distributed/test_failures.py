@@ -199,11 +199,6 @@ def cannot_divide(rank, size):
     ranks = Ranks(timeout=20)
     with pytest.raises(ContractError, match="a divisor of 3 key heads"):
         parallelize(GatedDeltaNet(QwenShape("s", 8, 3, 3, 1, (0,), 8, 8)), None, ranks=ranks)
-    layer = small_layer()
-    layer.out_proj.weight.requires_grad_()
-    mine = parallelize(layer, None, ranks=ranks)
-    with torch.enable_grad(), pytest.raises(Exception, match="no gradient is defined across ranks"):
-        mine(torch.zeros(1, 5, 8))
     return "in step"
 
 

@@ -13,6 +13,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,13 +31,17 @@ from sluice.backends.triton.arguments import KernelCall
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+SHARED = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 """Shared memory per program, kB."""
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+PROCESSORS = {
+    "sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304,
+}  # fmt: skip
 DEVICE = torch.device("cuda", 0)
 
 
@@ -81,8 +86,10 @@ def bound(spec: Any, package: Any = portable) -> Any:
 
 
 def compile_for(call: KernelCall, name: str) -> Any:
-    """The compiled kernel, for a target."""
-    return compiler.cross_compile(variants.variant(call), TARGETS[name])
+    """The compiled kernel, for a target. A warning of Triton's is an error: users would see it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return compiler.cross_compile(variants.variant(call), TARGETS[name])
 
 
 def resources(compiled: Any) -> Resources:

@@ -141,7 +141,9 @@ def install(monkeypatch: pytest.MonkeyPatch, compiles: bool = True) -> Driver:
     monkeypatch.setattr(torch_private, "current_stream", lambda index: next(streams))
     for backend in (hopper, portable):
         monkeypatch.setattr(backend, "DEVICES", ("cpu",))
-        monkeypatch.setattr(backend, "unavailable", lambda: None)
+    monkeypatch.setattr(portable, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_failed", [])
+    monkeypatch.setattr(hopper, "unavailable", lambda: next(iter(hopper._failed), None))
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     calls.forget()
     return driver

@@ -93,7 +93,7 @@ def test_kernels_are_compiled_beside_each_other(driver, monkeypatch):
 
     def together(needed: variants.Variant, target: Any) -> Any:
         where.append(threading.current_thread())
-        if needed.kernel.__name__ == "decode_kernel":
+        if needed.kernel.name == "decode_kernel":
             meeting.wait()
         return fake_driver.compile_nothing(needed, target)
 
@@ -127,7 +127,7 @@ def test_what_does_not_compile_raises_and_compiles_when_it_can(driver, monkeypat
     broken = True
 
     def fails(needed: variants.Variant, target: Any) -> Any:
-        if broken and needed.kernel.__name__ == "step_kernel":
+        if broken and needed.kernel.name == "step_kernel":
             raise error("no such kernel")
         return fake_driver.compile_nothing(needed, target)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,67 +11,15 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-import sluice
+
 from sluice.backends.hopper import prefill
-from sluice.backends.hopper.prefill import CHUNKS, STATE
 from sluice.backends.triton import interpreted
-from sluice.backends.triton.arguments import KernelCall
 from sluice.layers import QwenShape
-from sluice.model_calls import Kinds, ModelCalls
-from tests.gpu.cross import compile_for, gpu_like, resources, sass, specs_of
+from sluice.model_calls import ModelCalls
+from tests.gpu.cross import compile_for, resources, sass
+from tests.gpu.gluon_kernels import KERNELS, SPILLS, hurried, kernel_call
 
-C, K = 64, 128
-NARROW, WIDE, SPLIT = (0, 64), (0, 128), (1216, 128)
-
-
-def spec(
-    HV: int = 32,
-    layout: str = "vk",
-    packed: bool = True,
-    slots: bool = True,
-    norm: bool = False,
-    raw: bool = False,
-    decay: bool = True,
-) -> Any:
-    """A prefill of two prompts of 4,096 tokens, 16 key heads."""
-    model = ModelCalls(QwenShape("", 64, 16, HV, 4, (0,)), Kinds(state_layout=layout))
-    (q, k, v, g, beta), options = model.prefill(2, 4096, packed)
-    if raw:
-        rates = ("A_log", "dt_bias")
-        options = {**options, **{name: model.weights[name].float() for name in rates}}
-    if slots:
-        rows = {"slots": model.rows(2)["slots"], "write_slots": model.rows(2)["slots"]}
-        options = {**options, **rows, "has_state": model.packed(2, 1)["has_state"]}
-    gates = g if decay else None, beta
-    (made,) = specs_of(lambda: sluice.prefill(q, k, v, *gates, **options, normalize_qk=norm))
-    return made
-
-
-KERNELS = {
-    "chunks": (CHUNKS, NARROW, {}),
-    "chunks, raw gates and norm": (CHUNKS, NARROW, {"raw": True, "norm": True}),
-    "chunks, no decay": (CHUNKS, NARROW, {"decay": False}),
-    "chunks, a key head a program": (
-        CHUNKS, NARROW, {"HV": 64, "raw": True, "norm": True},
-    ),
-    "states, 64 columns": (STATE, NARROW, {}),
-    "states, 128 columns, no norm": (STATE, WIDE, {}),
-    "states, 128 columns": (
-        STATE, WIDE, {"norm": True, "layout": "kv", "packed": False},
-    ),
-    "states, 128 columns, own states": (
-        STATE, WIDE, {"norm": True, "layout": "kv", "packed": False, "slots": False},
-    ),
-    "segments' effects": (STATE, SPLIT, {"norm": True}),
-}  # fmt: skip
-
-
-def kernel_call(name: str) -> KernelCall:
-    """The launch of a kernel by its plan; of segments' effects the first of two."""
-    kernel, plan, options = KERNELS[name]
-    with gpu_like("sm_90"):
-        calls = prefill.planned_launches(spec(**options), prefill.Plan(*plan)).calls
-    return next(call for call in calls if call.kernel == kernel)
+C = 64
 
 
 def test_the_kernels_are_those_that_their_names_say():
@@ -94,13 +41,6 @@ def test_the_kernels_are_those_that_their_names_say():
     assert kernel_call("chunks, no decay").arguments["g2_ptr"] is None
 
 
-SPILLS = {"states, 128 columns": 176, "states, 128 columns, own states": 464}
-"""Bytes per thread, of four warpgroups that share the registers of an SM; 64 for kernels that are
-not named. Triton 3.6 spills 144 bytes, none of them in a loop over chunks; Triton 3.8 spills 168.
-Of states without slots Triton 3.8 spills 456 bytes, and touches them five times in its loops.
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(interpreted(), reason="the interpreter does not compile")
 @pytest.mark.parametrize("name", KERNELS)
@@ -116,23 +56,6 @@ def test_a_kernel_compiles_for_hopper_and_fits(name):
     code = sass(compiled)
     assert 0 < 2 * code.count("WARPGROUP.ARRIVE") < code.count("HGMMA")
     assert hurried(compiled.asm["ptx"]) == []
-
-
-def hurried(ptx: str) -> list[str]:
-    """Arrivals at an mbarrier after a store to shared memory, without a barrier in between.
-
-    One thread arrives for its whole group, so a barrier must separate the others' stores from it.
-    compute-sanitizer's racecheck does not see this order (tests/gpu/race_probe.py).
-    """
-    found, stored = [], False
-    for line in ptx.splitlines():
-        if re.search(r"\bst\.shared|\bstmatrix", line):
-            stored = True
-        elif re.search(r"\bbar(rier)?\.(warp\.)?sync", line):
-            stored = False
-        elif "mbarrier.arrive" in line and "expect_tx" not in line and stored:
-            found.append(line.strip())
-    return found
 
 
 def test_an_arrival_in_front_of_the_barrier_is_found():

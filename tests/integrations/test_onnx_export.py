@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="needs sluice[transformers]")
-pytest.importorskip("onnxscript", reason="needs sluice[onnx]")
-pytest.importorskip("onnxruntime", reason="needs sluice[onnx]")
+pytest.importorskip("transformers", reason="needs sluice-gdn[transformers]")
+pytest.importorskip("onnxscript", reason="needs sluice-gdn[onnx]")
+pytest.importorskip("onnxruntime", reason="needs sluice-gdn[onnx]")
 
 import onnx_ir
 import onnxruntime
@@ -83,6 +83,25 @@ def greedy_torch(model, ids, tokens):
     with plain_torch(model):
         options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
         return model.generate(ids, **options)[:, ids.shape[1] :]
+
+
+def test_a_runner_refuses_what_its_graph_does_not_take(exported):
+    run = Runner(exported.path, 2, threads=1)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    for given, words in (
+        (ids.tolist(), "input_ids: expected a tensor, got list"),
+        (ids.int(), "expected dtype torch.int64, got torch.int32"),
+        (ids[:1], r"expected shape \[2, tokens\], got shape \[1, 3\]"),
+        (ids[0], r"got shape \[3\]"),
+        (ids[:, :0], r"got shape \[2, 0\]"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            run(given)
+    for batch in (0, "2"):
+        with pytest.raises(ContractError, match="batch: expected an int of at least 1"):
+            Runner(exported.path, batch)
+    with pytest.raises(ContractError, match="path: expected a file"):
+        Runner(exported.path.parent)
 
 
 def greedy_onnx(run, ids, tokens, first):
@@ -317,5 +336,7 @@ def test_the_command_says_what_it_needs(tmp_path, capsys):
     out = str(tmp_path / "nowhere" / "x.onnx")
     assert cli.main(["export", "--model", str(tmp_path), "--out", out]) == 2
     assert "--out: expected a file in a directory that exists" in capsys.readouterr().err
-    with pytest.raises(SluiceError, match=r'needs no_such_package: pip install "sluice\[onnx\]"'):
+    with pytest.raises(
+        SluiceError, match=r"needs no_such_package: pip install .sluice-gdn\[onnx\]"
+    ):
         need("no_such_package")

@@ -12,8 +12,8 @@ import itertools
 import pytest
 import torch
 
-pytest.importorskip("onnxscript", reason="needs sluice[onnx]")
-pytest.importorskip("onnxruntime", reason="needs sluice[onnx]")
+pytest.importorskip("onnxscript", reason="needs sluice-gdn[onnx]")
+pytest.importorskip("onnxruntime", reason="needs sluice-gdn[onnx]")
 
 import numpy as np
 import onnx_ir

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("onnxscript", reason="needs sluice[onnx]")
-pytest.importorskip("onnxruntime", reason="needs sluice[onnx]")
+pytest.importorskip("onnxscript", reason="needs sluice-gdn[onnx]")
+pytest.importorskip("onnxruntime", reason="needs sluice-gdn[onnx]")
 
 import onnx
 import onnx_ir

@@ -1,4 +1,4 @@
-"""Gradients of an accelerated model: transformers' own, or plain torch where those are wrong."""
+"""Gradients of an accelerated model, against transformers' own and each sequence alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.suite import DEVICE
 from sluice.contract.errors import ContractError
 from sluice.integrations import transformers as integration
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch
-from sluice.testing.compare import assert_within
+from sluice.testing.compare import assert_same_bits, assert_within
 
 LENGTHS = (6, 70, 1, 4)
 
@@ -52,18 +52,41 @@ def same_gradients(ours, stock):
     assert compared >= 3 * 7  # three layers, all their weights
 
 
-def test_training_takes_the_stock_path_and_one_warning_says_so(models):
+def test_training_a_padded_batch_has_the_gradients_of_stock(models):
     stock, ours = models
-    ids = tokens(2, 9)
+    ids = tokens(2, 70)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        ours(ids, attention_mask=mask, labels=ids).loss.backward()
-        ours(ids)
-        stock(ids, attention_mask=mask, labels=ids).loss.backward()
-    assert len([w for w in seen if "gradients are on" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="sluice.accelerate")
+        found = ours(ids, attention_mask=mask, labels=ids)
+    exact = stock(ids, attention_mask=mask, labels=ids)
+    close(found.loss, exact.loss, "loss")
+    found.loss.backward()
+    exact.loss.backward()
     same_gradients(ours, stock)
+
+
+def test_gradient_checkpointing_changes_no_gradient(models):
+    _, ours = models
+    ids = tokens(2, 70)
+    again = copy.deepcopy(ours).train()
+    ours.train()(ids, labels=ids, use_cache=False).loss.backward()
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again(ids, labels=ids, use_cache=False).loss.backward()
+    for (name, p), other in zip(ours.named_parameters(), again.parameters(), strict=True):
+        if p.grad is not None:
+            assert_same_bits(other.grad, p.grad, name)
+
+
+def test_gradients_from_a_cache_with_tokens_are_stock_s(models):
+    _, ours = models
+    ids = tokens(1, 9)
+    cache = new_cache(ours)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache, use_cache=True)
+    with pytest.warns(UserWarning, match="gradients from a cache that holds tokens"):
+        ours(ids, past_key_values=cache, use_cache=True)
 
 
 def test_a_frozen_model_needs_no_gradients(models):
@@ -79,8 +102,7 @@ def test_gradients_of_packed_sequences_are_those_of_each_alone_row_29(models):
     ids, options = packed()
     weight = torch.randn(1, ids.shape[1], 97, generator=torch.Generator().manual_seed(1))
     weight = weight.to(DEVICE)
-    with pytest.warns(UserWarning, match="packed sequences with gradients run in plain torch"):
-        logits = ours(ids, use_cache=False, **options).logits
+    logits = ours(ids, use_cache=False, **options).logits
     (logits * weight).sum().backward()
     for a, b in itertools.pairwise(options["cu_seq_lens_q"]):
         alone = stock(ids[:, a:b], use_cache=False).logits
@@ -107,7 +129,7 @@ def test_what_would_be_wrong_is_refused(models):
     _, options = packed((5, 8))
     hidden, cache = torch.randn(1, 13, 48, device=DEVICE), new_cache(ours)
     layer(hidden, cache, **options)
-    with pytest.raises(ContractError, match="past_key_values: expected a cache without tokens"):
+    with pytest.raises(ContractError, match="cu_seq_lens_q: expected None: gradients from a cache"):
         layer(hidden, cache, **options)
     with pytest.raises(ContractError, match="attention_mask: expected None beside cu_seq_lens_q"):
         layer(hidden, attention_mask=torch.ones(1, 13, device=DEVICE), **options)

@@ -527,13 +527,15 @@ def test_what_cannot_be_served_is_refused_by_name():
 # ---- torch --------------------------------------------------------------------------------------
 
 
-def test_backward_is_refused_and_never_silently_zero():
+def test_backward_through_states_in_place_is_refused_and_never_silently_zero():
     layer = random_layer().requires_grad_(True)
-    with torch.enable_grad():
-        y = layer(hidden(1, 12))
-        assert y.requires_grad
-        with pytest.raises(SluiceError, match="no gradient is defined"):
-            y.sum().backward()
+    for T in (12, 3):  # prefill, and step
+        conv_state, state = layer.zero_states(1)
+        with torch.enable_grad():
+            y = layer(hidden(1, T), conv_state=conv_state, state=state)
+            assert y.requires_grad
+            with pytest.raises(SluiceError, match="no gradient is defined through tensors that"):
+                y.sum().backward()
 
 
 def test_nothing_is_read_back_to_the_host_for_padding_row_31():

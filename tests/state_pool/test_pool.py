@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import sluice
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.state_pool import (
     DoubleFreeError,
@@ -22,6 +23,7 @@ from sluice.state_pool import (
     MissingDependencyError,
     PoolError,
     PoolExhaustedError,
+    Slot,
     StatePool,
     UseAfterFreeError,
 )
@@ -272,7 +274,18 @@ def test_copies_of_one_parent_come_together(pool):
 # what, error, words it must have; two live slots `a`, `b`, one freed slot `gone`, three free rows
 WRONG = {
     "too_many": (lambda p, a, b, gone: p.allocate(99), PoolExhaustedError, "99 free.*got"),
-    "negative": (lambda p, a, b, gone: p.allocate(-1), ContractError, "n: expected at least 0"),
+    "negative": (lambda p, a, b, gone: p.allocate(-1), ContractError, "n: .* at least 0, got -1"),
+    "text": (lambda p, a, b, gone: p.allocate("2"), ContractError, "an int .*, got '2'"),
+    "no_snapshot": (lambda p, a, b, gone: p.restore({}), ContractError, "StateSnapshot, got dict"),
+    "save_nowhere": (
+        lambda p, a, b, gone: p.save("/no/such/a"),
+        PoolError,
+        "directory that exists",
+    ),
+    "load_directory": (lambda p, a, b, gone: p.load("."), PoolError, "got a directory"),
+    "copied": (lambda p, a, b, gone: copy.copy(p), PoolError, "snapshot and restore"),
+    "copied_deeply": (lambda p, a, b, gone: copy.deepcopy([p]), PoolError, "snapshot and restore"),
+    "pickled": (lambda p, a, b, gone: pickle.dumps(p), PoolError, "save and load"),
     "fork_too_many": (lambda p, a, b, gone: p.fork([a, b], 9), PoolExhaustedError, "18 free"),
     "fork_no_copies": (lambda p, a, b, gone: p.fork(a, 0), ContractError, "copies"),
     "double_free": (lambda p, a, b, gone: p.free([a, gone]), DoubleFreeError, "which is free"),
@@ -351,6 +364,19 @@ def test_slots_taken_by_a_call_that_fails_midway_are_given_back(monkeypatch):
             with pytest.raises(MemoryError):
                 method(argument)
         assert unchanged(pool, before)
+
+
+def test_every_error_of_the_pool_has_a_name_in_the_library():
+    for error in (DoubleFreeError, GeometryError, PoolError, PoolExhaustedError, UseAfterFreeError):
+        assert getattr(sluice, error.__name__) is error
+    assert sluice.Slot is Slot
+
+
+def test_a_snapshot_shows_its_size_and_not_its_numbers(pool):
+    text = repr(pool.snapshot(pool.allocate(2)))
+    assert text.startswith("StateSnapshot(2 sequences, layers=")
+    assert "tensor(" not in text
+    assert len(text) < 200
 
 
 def test_every_error_of_the_pool_is_an_error_of_the_library():

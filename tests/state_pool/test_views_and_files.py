@@ -194,7 +194,7 @@ def test_a_save_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
 def test_without_safetensors_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for call in (other_snapshot().save, StateSnapshot.load):
-        with pytest.raises(MissingDependencyError, match=r"pip install 'sluice\[pool\]'"):
+        with pytest.raises(MissingDependencyError, match=r"pip install 'sluice-gdn\[pool\]'"):
             call(tmp_path / "state")
 
 

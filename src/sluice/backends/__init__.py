@@ -8,7 +8,9 @@ A backend is a package that defines
 - ``unavailable()``: None, or what is missing on this machine;
 - ``refuse(spec)``: None, or the reason for not serving the call;
 - ``bind(spec)``: a launch for this call, a function of its tensors in the order of the spec. What
-  does not depend on addresses is done here: configuration, grid, constants, workspace sizes;
+  does not depend on addresses is done here: configuration, grid, constants, workspace sizes. It
+  may raise ``GaveUpError``: ``unavailable()`` has the reason from then on, and the next backend
+  serves the call;
 
 and may define
 
@@ -18,7 +20,9 @@ and may define
 - ``notes()``: lines for ``doctor``;
 - ``CHECKS_VALUES``: True if launches on a CPU check values themselves;
 - ``compile(specs, share, progress)``: compile every kernel that these calls, and such calls of any
-  size, may need; of share (i, n) every n-th, from the i-th on.
+  size, may need; of share (i, n) every n-th, from the i-th on;
+- ``untried()``: None, or what the backend has never run with (a release of a compiler). ``doctor``
+  then binds a call, to see whether the kernels compile and load.
 """
 
 from __future__ import annotations

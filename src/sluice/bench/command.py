@@ -17,7 +17,7 @@ EXAMPLES = """\
 examples:
   sluice bench --quick
   sluice bench decode --batch 1,8,64 --peers onnxruntime
-  sluice bench prefill --preset qwen3.5-27b --tp 2 --lengths 8192,4x2048 \\
+  sluice bench prefill --model qwen3.5-27b --tp 2 --lengths 8192,4x2048 \\
       --peers fla,flashqla,flashinfer
   sluice bench --json new.json --html new.html
   sluice bench --compare old.json new.json --threshold 5
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     add("--quick", action="store_true", help="a few sizes, short rounds: under two minutes")
 
     what = parser.add_argument_group("what to run")
-    what.add_argument("--preset", metavar="MODEL[,..]", help="shapes of these models")
+    what.add_argument("--model", metavar="NAME[,..]", help="shapes of these Qwen models")
     what.add_argument("--tp", metavar="N[,..]", help="as one of N ranks holds them (1)")
     what.add_argument("--lengths", metavar="L[,..]", help="lengths of prompts, see below")
     what.add_argument("--batch", metavar="N[,..]", help="sequences that take one token each")
@@ -90,7 +90,8 @@ def add_parser(commands: Any) -> None:
         nargs=2,
         type=Path,
         metavar=("OLD", "NEW"),
-        help="no run: what got slower; exit status 1 beyond the threshold",
+        help="no run: what got slower; exit status 1 beyond the threshold, 2 if a run was busy or "
+        "no row is in both",
     )
     out.add_argument(
         "--threshold", type=float, default=5.0, metavar="PERCENT", help="of --compare (%(default)s)"
@@ -167,12 +168,13 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
     from sluice.bench import machine, plan
     from sluice.bench.run import Options
 
+    _check_numbers(args, machine.cores())
     device = _device(args.device)
     dtype = _dtype(args.dtype) or (torch.float32 if device == "cpu" else torch.bfloat16)
     kind = torch.device(device).type
     wanted = plan.Wanted(
         ops=plan.op_names(args.ops),
-        presets=tuple(_split(args.preset)),
+        presets=tuple(_split(args.model)),
         tps=tuple(_count(x, "--tp") for x in _split(args.tp)),
         lengths=plan.sizes(args.lengths, "--lengths") if args.lengths else (),
         batches=plan.sizes(args.batch, "--batch") if args.batch else (),
@@ -203,14 +205,25 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
     for name in ("rounds", "seconds", "timeout"):
         if getattr(args, name) is not None:
             setattr(options, name, getattr(args, name))
-    if options.threads < 1 or options.rounds < 1:
-        raise SluiceError("bench: expected at least one thread and one round")
     if args.list:
         for workload in workloads:
             print(workload.name)
         print("providers:", ", ".join(providers))
         return None
     return workloads, options
+
+
+def _check_numbers(args: argparse.Namespace, cores: int) -> None:
+    """Refuse counts and seconds that no run can have."""
+    if args.threads is not None and not 1 <= args.threads <= cores:
+        raise SluiceError(f"--threads: expected 1 to {cores} (cores), got {args.threads}")
+    if args.rounds is not None and args.rounds < 1:
+        raise SluiceError(f"--rounds: expected at least 1, got {args.rounds}")
+    for name in ("seconds", "time_limit", "timeout"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            option = name.replace("_", "-")
+            raise SluiceError(f"--{option}: expected more than 0 seconds, got {value:g}")
 
 
 def _providers(args: argparse.Namespace, kind: str) -> tuple[str, ...]:
@@ -228,7 +241,7 @@ def _providers(args: argparse.Namespace, kind: str) -> tuple[str, ...]:
         peers = [plan.nearest("peer", name, known, ALIASES) for name in _split(args.peers)]
     order = (*dispatch.ORDER, *VARIANTS)
     backends = [plan.nearest("backend", name, order) for name in _split(args.backends)]
-    narrowed = args.quick or args.ops or args.preset or args.tp or args.lengths or args.batch
+    narrowed = args.quick or args.ops or args.model or args.tp or args.lengths or args.batch
     if kind == "cuda" and not narrowed and not alone:  # the whole surface
         backends += STANDING
     return tuple(dict.fromkeys(("sluice", *(f"sluice:{b}" for b in backends), *peers)))

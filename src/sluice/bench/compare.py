@@ -4,7 +4,7 @@ The noise of a row is half the distance between its quartiles, relative to the m
 a ratio is the sum of both. A row counts as slower or faster only if its ratio differs from 1 by
 more than the threshold and by more than the noise. A row that was right and no longer is counts as
 worst of all. Only sluice's rows decide the exit status; those of peers show whether the machine
-changed.
+changed. Runs on a busy machine, and runs without a common row, compare with nothing: status 2.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sluice.bench import table
 from sluice.bench.results import Results, Row, microseconds
 
 BROKEN = ("wrong", "error")
@@ -67,8 +68,8 @@ def drift(found: list[Change]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def report(before: Results, after: Results, threshold: float) -> tuple[str, bool]:
-    """The text, and whether no row of sluice got slower."""
+def report(before: Results, after: Results, threshold: float) -> tuple[str, bool | None]:
+    """The text, and whether no row of sluice got slower; None where nothing can be compared."""
     found = changes(before, after, threshold)
     lines = [*_machines(before, after)]
     shown = [c for c in found if c.verdict != "same"]
@@ -93,12 +94,14 @@ def report(before: Results, after: Results, threshold: float) -> tuple[str, bool
     if gone:
         lines.append(f"{len(gone)} rows of the old results are not in the new ones")
     if not found:
-        lines.append("no row is in both")
+        lines.append("no row is in both: nothing was compared")
+    busy = _busy(before, after)
+    lines += busy
     failed = [c for c in found if c.counts]
     if failed:
         what = f"slower by more than {threshold:.0%} and their noise, or broken"
         lines.append(f"{len(failed)} rows of sluice are {what}")
-    return "\n".join(lines), not failed
+    return "\n".join(lines), None if busy or not found else not failed
 
 
 def _machines(before: Results, after: Results) -> list[str]:
@@ -115,8 +118,21 @@ def _machines(before: Results, after: Results) -> list[str]:
     return lines
 
 
+def _busy(before: Results, after: Results) -> list[str]:
+    shares = [("old", before.machine.get("others")), ("new", after.machine.get("others"))]
+    return [
+        f"BUSY: other programs took {share:.0%} of the cores during the {which} run; its times "
+        "compare with nothing"
+        for which, share in shares
+        if (share or 0.0) > table.BUSY
+    ]
+
+
 def command(old: Path, new: Path, threshold: float) -> int:
-    """Print the comparison; returns 1 if a row of sluice got slower beyond the threshold."""
+    """Print the comparison.
+
+    Returns 1 if a row of sluice got slower beyond the threshold, 2 if nothing can be compared.
+    """
     text, good = report(Results.load(old), Results.load(new), threshold)
     print(text)
-    return 0 if good else 1
+    return 2 if good is None else 0 if good else 1

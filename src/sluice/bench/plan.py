@@ -205,7 +205,7 @@ def nearest(
     key = name.strip().lower()
     if key in known:
         return aliases.get(key, key)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.65)
     listed = ", ".join(x for x in known if x not in aliases)
     hint = f"did you mean {aliases.get(close[0], close[0])!r}?" if close else f"one of {listed}"
     raise SluiceError(f"bench: {name!r} is no {what} ({hint})")

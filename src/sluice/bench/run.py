@@ -7,7 +7,9 @@ On a GPU everything is compiled and answered before the first row (``ahead.py``)
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from sluice.bench.peer_environment import for_peers
 from sluice.bench.providers import MODULES, PEERS, STANDING
 from sluice.bench.results import Results, Row, Times, describe_workload
 from sluice.bench.worker import Local, Worker, WorkerError
+from sluice.neighbours import Neighbours
 from sluice.testing.workload import Workload
 
 Say = Callable[[str], None]
@@ -79,13 +82,13 @@ def run(
         measured = floors.measure(device, options.dtype, options.quick)
         results.floors = measured.to_json()
         say("providers")
-        runners = _begin(options, results)
+        _begin(options, results, runners)
         ahead = options.ahead and options.isolate
         sources = Sources(spread(workloads) if ahead else workloads, options)
         if ahead:
             say("inputs, answers and kernels")
             made = {"ahead": _ahead(workloads, runners, sources, options, results, begin)}
-        neighbours = machine.Neighbours()
+        neighbours = Neighbours()
         for workload in workloads:
             say(workload.name)
             spent = time.monotonic() - begin
@@ -131,9 +134,8 @@ def _about(options: Options, seconds: float) -> dict[str, Any]:
     }
 
 
-def _begin(options: Options, results: Results) -> dict[str, Any]:
-    """Start every provider; list those that are missing, and leave them out."""
-    runners: dict[str, Any] = {}
+def _begin(options: Options, results: Results, runners: dict[str, Any]) -> None:
+    """Start every provider, in ``runners`` from then on; leave out those that are missing."""
     for name in options.providers:
         if options.isolate:
             paths = options.paths.get(name, [])
@@ -158,7 +160,6 @@ def _begin(options: Options, results: Results) -> dict[str, Any]:
         results.providers.append(found)
         if found["missing"] is not None:
             runners.pop(name).close()
-    return runners
 
 
 def _ahead(
@@ -290,22 +291,23 @@ def _first_calls(
             known is None or workload.size.tokens < known.size.tokens
         ):
             smallest[workload.op] = workload
-    sources = Sources(workloads, Options(**{**vars(options), "isolate": True}))
-    for workload in smallest.values():
-        for name in runners:
+    with contextlib.closing(
+        Sources(workloads, Options(**{**vars(options), "isolate": True}))
+    ) as sources:
+        for workload, name in itertools.product(smallest.values(), runners):
             if time.monotonic() > end:
                 break
             say(f"first call of {name}")
             paths = options.paths.get(name, [])
-            worker = Worker(name, options.device, options.threads, paths, cold=True)
-            begun = _ask(worker, "start", options)
-            source = sources.take(workload)
-            verdict = _ask(worker, "check", options, workload, options.dtype, source)
-            worker.close()
+            with contextlib.closing(
+                Worker(name, options.device, options.threads, paths, cold=True)
+            ) as worker:
+                begun = _ask(worker, "start", options)
+                source = sources.take(workload)
+                verdict = _ask(worker, "check", options, workload, options.dtype, source)
             if begun and verdict and verdict["status"] == "ok":
                 seconds = verdict["first_call_s"]
                 found.append(_first(name, workload, begun["import_s"], seconds))
-    sources.close()
     return found
 
 

@@ -16,6 +16,7 @@ from sluice.bench.results import (
     rate,
     raw_note,
 )
+from sluice.neighbours import BUSY
 
 HEAD = ("workload", "provider", "µs", "p10-p90", "rate", "of floor", "sluice is", "error", "how")
 EAGER = ("host µs", "eager µs")  # after the times, where eager calls were timed
@@ -24,7 +25,10 @@ EAGER_NOTE = (
     "µs is the time of a replayed graph, without the host; an eager call returns after host µs; "
     "eager µs is the wall time per call of eager calls in a row, until every result is there"
 )
-BUSY = 0.1  # share of the cores used by others above which a run is not reliable
+ABOVE_FLOOR = (
+    "of floor: the time of a plain copy or product of that size, measured here, over the row's; "
+    "above 100% a kernel beats that copy, for instance because part of its data is in a cache"
+)
 SYMBOLS = {"refused": "-", "wrong": "WRONG", "error": "ERROR", "skipped": "skipped"}
 
 
@@ -106,6 +110,8 @@ def footer(results: Results) -> list[str]:
         f"medians of {run['rounds']} rounds in turn, inputs out of the cache, each checked against "
         f"the float64 oracle first; {run['processes']}; {run['seconds']:.0f} s",
     ]
+    if any((row.share or 0.0) > 1 for row in results.rows):
+        out.append(ABOVE_FLOOR)
     if results.has_eager:
         out.append(EAGER_NOTE)
     if (m.get("others") or 0.0) > BUSY:

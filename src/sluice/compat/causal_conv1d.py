@@ -1,7 +1,7 @@
-"""causal-conv1d's functions (1.6), served by sluice, on CPU and GPU.
+"""causal-conv1d's functions (1.7), served by sluice, on CPU and GPU.
 
 Inputs are channel-first ``[B, D, T]``, in either memory order; states ``[B, D, L]``, L >= W - 1,
-with the same strides upstream takes. Gradients of ``causal_conv1d_fn`` are in plain torch.
+with the same strides upstream takes. ``causal_conv1d_fn`` has gradients.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def causal_conv1d_fn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``causal_conv1d.causal_conv1d_fn``: y [B, D, T], and final states [B, D, W - 1] if asked.
 
-    ``seq_idx`` [B, T] separates packed sequences; negative entries are padding and give zeros. As
-    upstream, it is refused together with states. The host reads its borders. ``final_states_out``
-    is written in place, and refused without ``return_final_states``.
+    ``seq_idx`` [B, T] separates packed sequences; negative entries are padding and give zeros. Then
+    ``initial_states`` belong to the first sequence of each row, and final states are refused, as
+    upstream. The host reads its borders. ``final_states_out`` is written in place, and refused
+    without ``return_final_states``.
     """
     op = "causal_conv1d_fn"
     act, W = common.silu_or_none(op, activation), weight.shape[1]
@@ -44,9 +45,8 @@ def causal_conv1d_fn(
         return_final_states,
     )
     if seq_idx is not None:
-        common.refuse(op, "initial_states", initial_states, "None beside seq_idx")
         need(not return_final_states, op, "return_final_states", "False beside seq_idx", True)
-        return _packed(op, x, weight, bias, seq_idx, act)
+        return _packed(op, x, weight, bias, seq_idx, initial_states, act)
     y, final = _conv(x, weight, bias, initial_states, act)
     if not return_final_states:
         return y
@@ -117,10 +117,16 @@ def _conv(
 
 
 def _packed(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, act: str | None
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor,
+    initial: Tensor | None,
+    act: str | None,
 ) -> Tensor:
     """Runs of equal ``seq_idx`` in each row as sequences of one packed row."""
-    B, D, T = x.shape
+    (B, D, T), W = x.shape, weight.shape[1]
     ok = seq_idx.shape == (B, T)
     need(ok, op, "seq_idx", f"shape {[B, T]}", f"shape {list(seq_idx.shape)}")
     begins = torch.ones_like(seq_idx, dtype=torch.bool)
@@ -128,12 +134,22 @@ def _packed(
     starts = begins.flatten().nonzero().squeeze(1)
     borders = torch.cat([starts, starts.new_full((1,), B * T)])
     tokens = x.mT.reshape(1, B * T, D)
-    if weight.shape[1] not in WIDTHS or gradients.wanted(x, weight, bias):
+    states = None
+    if initial is not None:
+        size, got = [B, D, W - 1], list(initial.shape)
+        need(got == size, op, "initial_states", f"shape {size}", f"shape {got}")
+        states = initial.new_zeros(len(starts), D, W - 1)
+        if T > 0:  # the number of each row's first sequence, which is the one that goes on
+            first = begins.flatten().cumsum(0).view(B, T)[:, 0] - 1
+            states = states.index_copy(0, first, initial)
+    if W not in WIDTHS or gradients.wanted(x, weight, bias, initial):
         y, _ = gradients.conv(
-            tokens, weight, bias, None, length=0, activation=act, cu_seqlens=borders
+            tokens, weight, bias, states, length=0, activation=act, cu_seqlens=borders
         )
     else:
-        y, _ = ops.causal_conv1d(tokens, weight, bias, activation=act, cu_seqlens=borders)
+        y, _ = ops.causal_conv1d(
+            tokens, weight, bias, activation=act, state=states, cu_seqlens=borders
+        )
     return torch.where((seq_idx >= 0).unsqueeze(1), y.view(B, T, D).mT, 0)
 
 

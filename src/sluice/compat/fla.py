@@ -17,9 +17,12 @@ from sluice.compat import common
 from sluice.compat import fla_gates as gating
 from sluice.compat.common import need
 from sluice.compat.fla_conv import causal_conv1d, causal_conv1d_update
+from sluice.compat.fla_modules import FusedRMSNormGated, ShortConvolution, rms_norm_gated
 from sluice.contract.spec import MAX_DECODE_TOKENS
 
 __all__ = [
+    "FusedRMSNormGated",
+    "ShortConvolution",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
@@ -28,6 +31,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
+    "rms_norm_gated",
 ]
 
 
@@ -152,7 +156,8 @@ def chunk_kda(
 
     Further keywords: ``A_log`` [HV], ``dt_bias`` [HV K], ``chunk_size``, the old
     ``transpose_state_layout``. ``return_intermediate_states`` adds h [B, NT, HV, K, V] bfloat16,
-    the states before each chunk. Refused: ``cp_context``; ``use_graph`` with gradients.
+    the states before each chunk. ``disable_recompute`` changes no result: backward keeps the inputs
+    alone and computes states again. Refused: ``cp_context``; ``use_graph`` with gradients.
     """
     op = "chunk_kda"
     common.refuse(op, "cp_context", cp_context)
@@ -184,8 +189,7 @@ def chunk_kda(
         need(inference, op, "return_intermediate_states", expected, "no inference mode")
         o, final, h = _with_states(op, q, k, v, g, beta, initial_state, call, raw, size)
         return o, final if output_final_state else None, h
-    options = {"recompute": not disable_recompute, "graph": use_graph}
-    o, final = _run(op, q, k, v, g, beta, initial_state, call, raw, **options)
+    o, final = _run(op, q, k, v, g, beta, initial_state, call, raw, graph=use_graph)
     return o, final if output_final_state else None
 
 
@@ -237,7 +241,6 @@ def _run(
     raw: dict[str, Any],
     *,
     recurrent: bool = False,
-    recompute: bool = True,
     graph: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One call: with gradients if autograd wants them, else the operator alone."""
@@ -254,7 +257,6 @@ def _run(
             call,
             raw,
             recurrent=recurrent,
-            recompute=recompute,
             graph=graph,
         )
         return o.to(v.dtype), final
@@ -266,7 +268,7 @@ def _run(
             assert g is not None
             g = gradients.log_decay(g, raw["A_log"], raw["dt_bias"])
             beta = gradients.strength(beta, raw["neg_eigval"])
-        return gradients.delta_rule(q, k, v, g, beta, state, call, recompute=recompute)
+        return gradients.delta_rule(q, k, v, g, beta, state, call)
     few = recurrent and call.cu_seqlens is None and 0 < q.shape[1] <= MAX_DECODE_TOKENS
     serve = ops.decode if few else ops.prefill
     return serve(q, k, v, g, beta, state=common.fresh(state, v), **call._asdict(), **raw)

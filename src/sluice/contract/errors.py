@@ -19,5 +19,9 @@ class BackendError(SluiceError, RuntimeError):
     """No backend serves the call, or the one that was asked for refuses it."""
 
 
+class GaveUpError(BackendError):
+    """A backend tried its kernels and they do not work here: from now on it is unavailable."""
+
+
 class SlowPathWarning(UserWarning):
     """A slower backend serves this call; the message says which, and why the faster ones do not."""

@@ -56,7 +56,9 @@ class Require:
         """Require a finite number: a tensor is none, since reading it may wait for a device."""
         expected = "a finite number" + (f" >= {least:g}" if math.isfinite(least) else "")
         ok = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
-        self(ok and math.isfinite(value) and value >= least, argument, expected, value)  # type: ignore[arg-type, operator]
+        if not ok or not math.isfinite(value) or value < least:  # type: ignore[arg-type, operator]
+            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            self(False, argument, expected, got)
 
     def out(self, x: Meta, argument: str, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
         """Require an output buffer whose elements do not share memory with each other."""

@@ -147,36 +147,19 @@ def _checkpoints(slots: Meta | None, positions: Meta | None) -> str:
     return "none" if slots is None else "every" if positions is None else "positions"
 
 
-@dataclass(frozen=True)
-class DeltaSpec(_Rows, Spec):
-    """``prefill``, ``decode`` and ``verify``: the recurrence of docs/contract.md, (C1) to (C4)."""
+class DeltaSizes:
+    """What calls of the recurrence and of its backward derive from tensors and options."""
 
-    q: Meta  # [B, T, HQ, K]
-    k: Meta  # [B, T, HK, K]
-    v: Meta  # [B, T, HV, V]
-    g: Meta | None  # [B, T, HV] or [B, T, HV, K]; the raw a when A_log is given
-    beta: Meta | None  # [B, T, HV]; the raw b when A_log is given
-    A_log: Meta | None  # [HV]
-    dt_bias: Meta | None  # [HV] or [HV, K]
-    state: Meta  # [P, HV, V, K] or [P, HV, K, V], last three dimensions contiguous
-    slots: Meta | None  # [N] int32 or int64
-    write_slots: Meta | None  # [N]
-    has_state: Meta | None  # [N] bool
-    cu_seqlens: Meta | None  # [N + 1]
-    cu_seqlens_cpu: Meta | None  # [N + 1], the same values on the host
-    checkpoint_slots: Meta | None  # [N, M]
-    checkpoint_positions: Meta | None  # [N, M]
-    out: Meta  # [B, T, max(HQ, HV), V]
-    draft_k: Meta | None  # [B, T, HK, K] float32: verify's keys; only k dᵀ is promised
-    draft_d: Meta | None  # [B, T, HV, V] float32: verify's corrections d
-    draft_g: Meta | None  # as g, float32: verify's log decays
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    A_log: Any
+    state: Any
+    cu_seqlens: Any
     scale: float | None
-    normalize_qk: bool
     neg_eigval: bool
-    pad_slot: int
-    state_layout: str  # "vk" or "kv"
-    checkpoint_every: int
-    batch_invariant: bool
 
     @property
     def B(self) -> int:
@@ -254,6 +237,38 @@ class DeltaSpec(_Rows, Spec):
     @property
     def state_dtype(self) -> torch.dtype:
         return self.state.dtype
+
+
+@dataclass(frozen=True)
+class DeltaSpec(DeltaSizes, _Rows, Spec):
+    """``prefill``, ``decode`` and ``verify``: the recurrence of docs/contract.md, (C1) to (C4)."""
+
+    q: Meta  # [B, T, HQ, K]
+    k: Meta  # [B, T, HK, K]
+    v: Meta  # [B, T, HV, V]
+    g: Meta | None  # [B, T, HV] or [B, T, HV, K]; the raw a when A_log is given
+    beta: Meta | None  # [B, T, HV]; the raw b when A_log is given
+    A_log: Meta | None  # [HV]
+    dt_bias: Meta | None  # [HV] or [HV, K]
+    state: Meta  # [P, HV, V, K] or [P, HV, K, V], last three dimensions contiguous
+    slots: Meta | None  # [N] int32 or int64
+    write_slots: Meta | None  # [N]
+    has_state: Meta | None  # [N] bool
+    cu_seqlens: Meta | None  # [N + 1]
+    cu_seqlens_cpu: Meta | None  # [N + 1], the same values on the host
+    checkpoint_slots: Meta | None  # [N, M]
+    checkpoint_positions: Meta | None  # [N, M]
+    out: Meta  # [B, T, max(HQ, HV), V]
+    draft_k: Meta | None  # [B, T, HK, K] float32: verify's keys; only k dᵀ is promised
+    draft_d: Meta | None  # [B, T, HV, V] float32: verify's corrections d
+    draft_g: Meta | None  # as g, float32: verify's log decays
+    scale: float | None
+    normalize_qk: bool
+    neg_eigval: bool
+    pad_slot: int
+    state_layout: str  # "vk" or "kv"
+    checkpoint_every: int
+    batch_invariant: bool
 
     @property
     def checkpoints(self) -> str:

@@ -135,7 +135,8 @@ def _slots(p: Any, t: Any, frozen: bool = False) -> set[int]:
             continue
         if write in owner:
             expected = "no slot twice among those written"
-            raise ContractError(op, "write_slots", expected, f"{write} in rows {owner[write]}, {i}")
+            name = "slots" if t.write_slots is None else "write_slots"
+            raise ContractError(op, name, expected, f"{write} in rows {owner[write]}, {i}")
         owner[write] = i
     known = [True] * N if t.has_state is None else t.has_state.tolist()
     for i, read in enumerate(reads):

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from sluice import ops
-from sluice.contract.errors import ContractError
+from sluice.contract.errors import ContractError, SluiceError
+from sluice.contract.names import OperatorName
+from sluice.distributed import gradients
 from sluice.distributed.deliver import Deliver, check_deliver, delivered
 from sluice.distributed.ranks import Ranks
 from sluice.distributed.rows import PoolRows, Slots
@@ -35,7 +37,21 @@ def causal_conv1d(
     Returns:
         y, with the shape of x; and the state, a new [N, D, W - 1] without ``state``.
     """
-    tails, own = _exchanged("causal_conv1d", x, weight, bias, options)
+    training = _training("causal_conv1d", options, x, weight, bias)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not training):
+        tails, own = _exchanged("causal_conv1d", x, weight, bias, options)
+    if training:
+        where = tails.where()
+
+        def run(windows: Tensor, x: Tensor, weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
+            more: dict[str, Any] = {**where, **own}
+            y, final = ops.causal_conv1d(x, weight, bias, initial_state=windows, **more)
+            tails.windows = final.detach()
+            return (y,)
+
+        first = where.pop("state")
+        (y,) = gradients.conv(tails.ranks, tails.split, first, tails.n, run, x, weight, bias)
+        return y, gradients.refusing("causal_conv1d", tails.deliver(), x, weight, bias)
     y, _ = ops.causal_conv1d(x, weight, bias, **tails.where(), **own)
     return y, tails.deliver()
 
@@ -53,7 +69,28 @@ def conv_qkv(
     Returns:
         q, k, v, g, beta of this rank's tokens.
     """
-    tails, own = _exchanged("conv_qkv", x, weight, bias, options)
+    names = ("a", "b", "A_log", "dt_bias")
+    gates = [options.get(name) for name in names]
+    training = _training("conv_qkv", options, x, weight, bias, *gates)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not training):
+        tails, own = _exchanged("conv_qkv", x, weight, bias, options)
+    if training:
+        where = tails.where()
+        own = {name: value for name, value in own.items() if name not in names}
+
+        def run(
+            windows: Tensor, x: Tensor, weight: Tensor, bias: Any, *raw: Any
+        ) -> tuple[Tensor, ...]:
+            more: dict[str, Any] = {**where, **own, **dict(zip(names, raw, strict=True))}
+            made = ops.conv_qkv(x, weight, bias, initial_state=windows, **more)
+            return tuple(y for y in made if y is not None)
+
+        first = where.pop("state")
+        inputs = (x, weight, bias, *gates)
+        found = iter(gradients.conv(tails.ranks, tails.split, first, tails.n, run, *inputs))
+        q, k, v = next(found), next(found), next(found)
+        g, beta = (None if raw is None else next(found) for raw in gates[:2])
+        return q, k, v, g, beta
     made = ops.conv_qkv(x, weight, bias, **tails.where(), **own)
     tails.deliver()
     return made
@@ -161,8 +198,17 @@ class Tails:
         return self.state
 
 
+def _training(op: str, options: dict[str, Any], *tensors: Tensor | None) -> bool:
+    """Whether gradients are wanted; refuses them beside a state."""
+    training = gradients.wanted(*tensors)
+    if training and options.get("state") is not None:
+        name = gradients.NO_STATE.format(f"distributed.{op}")
+        raise SluiceError(f"{name}; train without state")
+    return training
+
+
 def _exchanged(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    op: OperatorName, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tails, dict[str, Any]]:
     """Agree and exchange tails; returns the operator's own options."""
     name = f"distributed.{op}"

@@ -16,14 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from sluice.contract.errors import ContractError, SluiceError
+from sluice.contract.errors import ContractError
+from sluice.distributed import gradients
 from sluice.distributed.ranks import Group, Ranks, group_of
 from sluice.distributed.weights import join_weights
 from sluice.layers import GatedDeltaNet, QwenShape, shard_weights
 from sluice.layers.weights import ACCELERATED_SHAPE, LAYERS, is_known, shape_of
 from sluice.settings import validating
 
-_WHOLE, _RANKS = "_sluice_whole", "_sluice_ranks"  # attributes of a divided layer
+# attributes of a divided layer; the last is the norm's weight whose gradient is summed
+_WHOLE, _RANKS, _SUMMED = "_sluice_whole", "_sluice_ranks", "_sluice_summed"
 
 
 class SummedLinear(nn.Linear):
@@ -41,13 +43,10 @@ class SummedLinear(nn.Linear):
         On a CPU, and inside ``sluice.validate()``, the ranks first agree on shape and dtype.
         """
         y = nn.functional.linear(x, self.weight)
-        if torch.is_grad_enabled() and y.requires_grad:
-            raise SluiceError(
-                "parallelize: no gradient is defined across ranks; call the layer under "
-                "torch.no_grad() or torch.inference_mode()"
-            )
         if y.device.type == "cpu" or validating():
             self.ranks.agree("heads", {"output": list(y.shape), "dtype": y.dtype})
+        if torch.is_grad_enabled() and y.requires_grad:
+            return gradients.summed(y, self.ranks)
         return self.ranks.all_reduce("heads.output", y)
 
 
@@ -94,6 +93,7 @@ def parallelize(
     layer.out_proj = SummedLinear(layer.out_proj, ranks)  # type: ignore[arg-type]
     layer.__dict__[_WHOLE], layer.__dict__[_RANKS] = whole, ranks
     layer.register_load_state_dict_pre_hook(_divide_loaded)
+    layer.register_forward_pre_hook(_share_gradients, with_kwargs=True)
     return layer
 
 
@@ -185,6 +185,22 @@ def _resize(layer: nn.Module, local: QwenShape) -> None:
     stock.num_k_heads, stock.num_v_heads = local.num_k_heads, local.num_v_heads
     stock.key_dim, stock.value_dim = local.key_dim, local.value_dim
     stock.conv_dim = local.conv_channels
+
+
+def _share_gradients(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Hook before forward: every rank has a part of the input's and the norm's gradient."""
+    if not torch.is_grad_enabled():
+        return None
+    ranks, weight = layer.__dict__[_RANKS], layer.get_parameter("norm.weight")
+    if weight.requires_grad and layer.__dict__.get(_SUMMED) is not weight:
+        weight.register_hook(lambda d: ranks.all_reduce("heads.norm", d.clone()))
+        layer.__dict__[_SUMMED] = weight
+    name = "hidden_states"
+    x = args[0] if args else kwargs[name]
+    if not x.requires_grad:
+        return None
+    x = gradients.shared(x, ranks, "heads.input")
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
 
 def _divide_loaded(layer: nn.Module, weights: dict[str, Tensor], prefix: str, *_: object) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sluice import ops
 from sluice.contract.errors import ContractError
+from sluice.contract.names import StateLayout
 from sluice.distributed.conv import conv_qkv
 from sluice.distributed.deliver import Deliver
 from sluice.distributed.prefill import prefill
@@ -31,7 +32,7 @@ def forward(
     write_slots: Slots | None = None,
     has_state: Sequence[bool] | Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     deliver: Deliver = "end",
     method: Method = "correct",
     exchange: Exchanging = "auto",

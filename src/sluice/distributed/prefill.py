@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sluice.contract.errors import ContractError, SluiceError
+from sluice.contract.names import BackendName, HeadLayout, StateLayout
+from sluice.distributed import gradients
 from sluice.distributed.deliver import Deliver, check_deliver, delivered
 from sluice.distributed.ranks import Ranks
 from sluice.distributed.rows import PoolRows, Slots
@@ -40,18 +42,21 @@ def prefill(
     write_slots: Slots | None = None,
     has_state: Sequence[bool] | Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
-    layout: str = "bthd",
+    state_layout: StateLayout = "vk",
+    layout: HeadLayout = "bthd",
     deliver: Deliver = "end",
     method: Method = "correct",
     exchange: Exchanging = "auto",
     batch_invariant: bool = False,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`sluice.prefill` over tokens that are divided over ranks.
 
     Every rank of ``ranks`` calls it with its own tokens and the same ``split``. One exchange of
     exact transitions joins the parts; ``ranks.costs()["prefill.transitions"]`` has its cost.
+
+    Without ``state``, o has gradients if an input requires one: the backward pass makes one more
+    exchange of the same size. Outputs are then those of ``method="rerun"``.
 
     Args:
         q: [B, T, HQ, K], this rank's tokens; packed [T, HQ, K] or [1, T, HQ, K] where ``split`` has
@@ -92,14 +97,44 @@ def prefill(
         pool = _pool(call, split, state, slots, write_slots, has_state, pad_slot, state_layout)
         facts.update(_facts(call, split, pool.rows), deliver=deliver, method=method)
         facts["exchange"] = exchange
+        training = gradients.wanted(*call[:7], state)
+        facts["gradients"] = training
+        if training and state is not None:
+            raise SluiceError(f"{gradients.NO_STATE.format(OP)}; train without state")
         share = Share(call, split, ranks.rank, pool.rows, method)
-        message = share.begin()
+        message = None if training else share.begin()
+    if message is None:
+        return _trained(ranks, share, pool, exchange, deliver, q, layout)
     o, finals = share.finish(joined(ranks, share, message, exchange))
     like = message[0, :, : share.V]
     finals = delivered(ranks, "prefill.states", split, finals, like, share.n, deliver)
     for sequence, X in finals.items():
         pool.rows.write(sequence, X)
     return _restored(o, q, layout), pool.state
+
+
+def _trained(
+    ranks: Ranks,
+    share: Share,
+    pool: _Pool,
+    exchange: Exchanging,
+    deliver: Deliver,
+    q: Tensor,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """:func:`prefill` with gradients, from zero."""
+    call, split = share.call, share.split
+
+    def join_messages(message: Tensor) -> Tensor | None:
+        return joined(ranks, share, message, exchange)
+
+    o, finals = gradients.prefill(call, split, ranks, join_messages)
+    shape = (share.HV, share.V, share.K)
+    like = torch.zeros(shape, dtype=call.exact, device=call.v.device)
+    finals = delivered(ranks, "prefill.states", split, finals, like, share.n, deliver)
+    for sequence, X in finals.items():
+        pool.rows.write(sequence, X)
+    return _restored(o, q, layout), gradients.refusing(OP, pool.state, *call[:7])
 
 
 def prefill_segments(
@@ -118,8 +153,8 @@ def prefill_segments(
     write_slots: Slots | None = None,
     has_state: Sequence[bool] | Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
-    layout: str = "bthd",
+    state_layout: StateLayout = "vk",
+    layout: HeadLayout = "bthd",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """:func:`prefill` with the shares of all ranks run on this device, one after the other.
@@ -139,6 +174,8 @@ def prefill_segments(
     True
     """
     call = _canonical(q, k, v, g, beta, A_log, dt_bias, layout)
+    if gradients.wanted(*call[:7], state):
+        raise SluiceError("prefill_segments: no gradient is defined; call it under torch.no_grad()")
     call.options.update(options)
     pool = _pool(call, split, state, slots, write_slots, has_state, pad_slot, state_layout)
     shares = [
@@ -187,11 +224,6 @@ def _canonical(
         return x.transpose(1, 2) if layout == "bhtd" else x
 
     call = Call(view(q), view(k), view(v), view(g), view(beta), A_log, dt_bias, {})
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[:7]):
-        raise SluiceError(
-            f"{OP}: no gradient is defined across ranks; call it under torch.no_grad() or "
-            "torch.inference_mode()"
-        )
     if call.q.dim() != 4:
         raise ContractError(OP, "q", "4 dimensions, or 3 packed", f"shape {list(q.shape)}")
     return call
@@ -227,7 +259,7 @@ def _pool(
     write_slots: Slots | None,
     has_state: Sequence[bool] | Tensor | None,
     pad_slot: int,
-    state_layout: str,
+    state_layout: StateLayout,
 ) -> _Pool:
     """Check the call as the operator would; return its pool, or make one."""
     if split.packed and call.q.shape[0] != 1:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.integrations import transformers_cache as states
 from sluice.integrations import transformers_private as private
-from sluice.layers.gated_delta_net import mix
-from sluice.layers.rows import Rows
+from sluice.layers.gated_delta_net import mix, trained, wants_gradient
+from sluice.layers.rows import Rows, last_inputs, pack
 from sluice.layers.weights import ACCELERATED_SHAPE as _SHAPE
 from sluice.layers.weights import LAYERS, is_known, shape_of
 
@@ -41,21 +41,16 @@ _FILES = {
     "Qwen4ExpTextGatedDeltaNet": "qwen4_exp",
 }
 
-_PACKED_GRADIENTS = (
-    "packed sequences with gradients run in plain torch, exact but slower than training kernels; "
-    "sluice.restore(model) gives transformers' own forward back"
-)
-
 
 def accelerate(model: nn.Module) -> nn.Module:
     """Run every gated delta layer of a transformers model through sluice, in place.
 
     Outputs, cache objects, ``generate()``, state dicts and submodules stay as they were. Padding on
     either side is exact, and so are packed sequences (``cu_seq_lens_q``, or ``seq_idx`` alone,
-    whose borders the host reads). Layers of other classes are left alone. With gradients (grad mode
-    on, and parameters or inputs that require them) a layer's stock forward runs, with one warning;
-    the same holds while a cache records its past. Packed sequences with gradients run in plain
-    torch, because transformers' torch functions would mix them.
+    whose borders the host reads). Layers of other classes are left alone. Training works the same
+    way: gradients are exact, also of packed sequences and with gradient checkpointing. A layer's
+    stock forward runs, with one warning, while a cache records its past, and with gradients from a
+    cache that holds tokens.
 
     Args:
         model: a Qwen3-Next, Qwen3.5, Qwen3.5-MoE or Qwen4-Exp model, or any module that holds its
@@ -68,7 +63,7 @@ def accelerate(model: nn.Module) -> nn.Module:
         ContractError: the model has no layer of a known class, or one with an activation that no
             operator serves. Nothing is changed then.
     """
-    layers = known_layers(model)
+    layers = known_layers(_module("accelerate", model))
     if not layers:
         expected = f"a module with layers of {', '.join(LAYERS)}"
         raise ContractError("accelerate", "model", expected, type(model).__name__)
@@ -87,8 +82,12 @@ def accelerate(model: nn.Module) -> nn.Module:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give every accelerated layer its own forward back; returns ``model``."""
-    for layer in known_layers(model):
+    """Give every accelerated layer its own forward back; returns ``model``.
+
+    Raises:
+        ContractError: not a module. A module without accelerated layers is left as it is.
+    """
+    for layer in known_layers(_module("restore", model)):
         if is_accelerated(layer):
             name, stock = private.forward_slot(layer), _stock(layer)
             if name == "forward" and layer.__dict__[_KEPT] is None:
@@ -99,6 +98,13 @@ def restore(model: nn.Module) -> nn.Module:
             layer.__dict__.pop(_BORDERS, None)
             if hook := layer.__dict__.pop(_HOOK, None):
                 hook.remove()
+    return model
+
+
+def _module(op: str, model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        got = repr(model) if isinstance(model, str) else type(model).__name__
+        raise ContractError(op, "model", "a loaded model (torch.nn.Module)", got)
     return model
 
 
@@ -186,21 +192,19 @@ def _forward(
         setattr(self, _BORDERS, None)  # for this call only; Dynamo does not support dict.pop
     borders = _borders(hidden_states, {**noted, **kwargs} if noted else kwargs)
     training = _wants_gradients(self, hidden_states)
-    reason = _why_stock(self, cache_params, training and borders is None)
+    reason = _why_stock(self, cache_params, training)
     if reason is not None:
         _warn_once(reason)
         if borders is not None:
-            expected = "None while the cache records its past"
+            expected = f"None: {reason}"
             raise ContractError("accelerate", "cu_seq_lens_q", expected, "packed sequences")
         return _stock(self)(
             hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
         )
     if attention_mask is not None:  # some releases pass the mask of earlier tokens too
         attention_mask = attention_mask[:, -hidden_states.shape[1] :]
-    if training:
-        _warn_once(_PACKED_GRADIENTS)
-        return _train_packed(self, hidden_states, cache_params, attention_mask, borders)
-    return _infer(self, hidden_states, cache_params, attention_mask, borders)
+    run = _train if training else _infer
+    return run(self, hidden_states, cache_params, attention_mask, borders)
 
 
 def _infer(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor | None):
@@ -223,23 +227,27 @@ def _infer(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Ten
     return out
 
 
-def _train_packed(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor):
-    """Packed sequences with gradients, in plain torch: transformers' functions would mix them."""
-    from sluice.gradients import packed_layer
-
-    if mask is not None:
+def _train(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Tensor | None):
+    """The operators with gradients, from zero; a new cache keeps the final states."""
+    if mask is not None and borders is not None:
         raise ContractError("accelerate", "attention_mask", "None beside cu_seq_lens_q", "both")
-    if cache is not None and states.states(cache, layer.layer_idx) is not None:
-        expected = "a cache without tokens, for packed sequences with gradients"
-        raise ContractError("accelerate", "past_key_values", expected, "one with tokens")
     shape = layer.__dict__[_SHAPE]
     hooked = private.fire_hooks(layer, ("conv1d", "norm"))
-    out, windows, finals = packed_layer(layer, shape, x.flatten(0, 1).unsqueeze(0), borders)
+    rows = Rows(state_layout="kv", cu_seqlens=borders)
+    flat = x.flatten(0, 1).unsqueeze(0) if borders is not None else x
+    made = trained(layer, shape, flat, rows, mask)
     private.end_hooks(hooked)
     if cache is not None:
-        windows, finals = windows.detach(), finals.detach()
-        states.keep(cache, layer.layer_idx, windows, finals, shape.conv_width)
-    return out.view(x.shape)
+        with torch.no_grad():
+            inputs, finals = made.inputs.detach(), made.state.detach()
+            if mask is not None:
+                borders = pack(mask != 0, rows).cu_seqlens
+            windows = last_inputs(inputs, borders, shape.conv_width)
+            if mask is not None:
+                windows, finals = windows[1::3], finals[1::3]
+            windows, finals = windows.contiguous(), finals.contiguous()
+            states.keep(cache, layer.layer_idx, windows, finals, shape.conv_width)
+    return made.y.view(x.shape)
 
 
 def _borders(x: Tensor, kwargs) -> Tensor | None:
@@ -267,20 +275,20 @@ def _zero_states(shape, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def _wants_gradients(layer: nn.Module, x: Tensor) -> bool:
     if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
         return False  # an ONNX graph has none, and transformers' loop would fix its length
-    return torch.is_grad_enabled() and (
-        x.requires_grad or any(p.requires_grad for p in layer.parameters())
-    )
+    return wants_gradient(layer, x)
 
 
 def _why_stock(layer: nn.Module, cache, training: bool) -> str | None:
     """Why transformers runs this call; None if sluice does."""
-    if training:
-        return (
-            "gradients are on, so transformers' own forward runs; call the model under "
-            "torch.no_grad() or torch.inference_mode() to use sluice"
-        )
-    if cache is not None and states.records_past(cache, layer.layer_idx):
+    if cache is None:
+        return None
+    if states.records_past(cache, layer.layer_idx):
         return "the cache records its past, which only transformers' own forward does"
+    if training and states.states(cache, layer.layer_idx) is not None:
+        return (
+            "gradients from a cache that holds tokens: transformers' own forward runs; call the "
+            "model under torch.no_grad() or torch.inference_mode() to use sluice"
+        )
     return None
 
 

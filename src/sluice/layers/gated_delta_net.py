@@ -6,13 +6,14 @@ transformers' own layers alike. The operators group heads, so q and k are never 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sluice import ops, torch_private
 from sluice.contract.errors import ContractError
+from sluice.contract.names import StateLayout
 from sluice.contract.spec import MAX_DECODE_TOKENS
 from sluice.layers.qwen import QwenShape, from_config, preset
 from sluice.layers.rows import Rows, check_mask, pack, without_masked
@@ -128,7 +129,7 @@ class GatedDeltaNet(nn.Module):
         n: int,
         *,
         state_dtype: torch.dtype = torch.float32,
-        state_layout: str = "vk",
+        state_layout: StateLayout = "vk",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -156,7 +157,7 @@ class GatedDeltaNet(nn.Module):
         write_slots: Tensor | None = None,
         has_state: Tensor | None = None,
         pad_slot: int = -1,
-        state_layout: str = "vk",
+        state_layout: StateLayout = "vk",
         cu_seqlens: Tensor | None = None,
         cu_seqlens_cpu: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -166,7 +167,8 @@ class GatedDeltaNet(nn.Module):
         """The layer's output; states are continued and updated in place.
 
         A call with states and up to 8 tokens per row runs as one ``step``; every other call runs as
-        ``conv_qkv``, ``prefill`` and ``rms_norm_gated``.
+        ``conv_qkv``, ``prefill`` and ``rms_norm_gated``. Without states, parameters and hidden
+        states have gradients (docs/training.md).
 
         Args:
             hidden_states: [B, T, hidden]; packed sequences as [T, hidden] or [1, T, hidden] with
@@ -202,6 +204,61 @@ class GatedDeltaNet(nn.Module):
         )
         return mix(self, self.shape, hidden_states, rows, attention_mask)
 
+    def verify(
+        self,
+        hidden_states: Tensor,
+        *,
+        conv_state: Tensor,
+        state: Tensor,
+        slots: Tensor | None = None,
+        write_slots: Tensor | None = None,
+        has_state: Tensor | None = None,
+        pad_slot: int = -1,
+        state_layout: StateLayout = "vk",
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+    ) -> tuple[Tensor, ops.Draft]:
+        """The layer's output for up to 8 draft tokens a sequence, writing no state.
+
+        Once the model has said how many of them are right, ``sluice.commit(draft, num_accepted)``
+        brings both states to where decoding only those tokens would have left them. Rejecting every
+        token needs no call.
+
+        Args:
+            hidden_states: [N, T, hidden], T up to 8; packed as [T, hidden] with ``cu_seqlens``.
+            conv_state: as in :meth:`forward`; so are all other arguments.
+
+        Returns:
+            the output, as :meth:`forward` gives it, and the draft of this layer.
+
+        Raises:
+            ContractError: an argument does not keep the contract.
+
+        >>> import torch, sluice
+        >>> from sluice.layers import GatedDeltaNet, QwenShape
+        >>> shape = QwenShape("small", 32, 2, 4, 1, (0,), head_k_dim=8, head_v_dim=8)
+        >>> layer = GatedDeltaNet(shape).requires_grad_(False)
+        >>> conv_state, state = layer.zero_states(2)
+        >>> y, draft = layer.verify(torch.randn(2, 3, 32), conv_state=conv_state, state=state)
+        >>> y.shape, bool(state.any())
+        (torch.Size([2, 3, 32]), False)
+        >>> _ = sluice.commit(draft, torch.tensor([0, 2]))  # none of one row, two of the other
+        >>> bool(state[0].any()), bool(state[1].any())
+        (False, True)
+        """
+        rows = Rows(
+            conv_state,
+            state,
+            slots,
+            write_slots,
+            has_state,
+            pad_slot,
+            state_layout,
+            cu_seqlens,
+            cu_seqlens_cpu,
+        )
+        return _verify(self, self.shape, hidden_states, rows)
+
     def extra_repr(self) -> str:
         s = self.shape
         heads = f"heads={s.num_k_heads}/{s.num_v_heads}, K={s.head_k_dim}, V={s.head_v_dim}"
@@ -220,6 +277,9 @@ def mix(
     single = x.dim() == 2 and rows.cu_seqlens is None
     x = x.unsqueeze(1) if single else x
     T = x.shape[-2]
+    if attention_mask is not None and rows.state is None and wants_gradient(layer, x):
+        y = trained(layer, shape, x, rows, attention_mask).y
+        return y.squeeze(1) if single else y
     if attention_mask is not None:
         if rows.state is None:
             rows = _with_states(shape, x, rows)
@@ -233,8 +293,40 @@ def mix(
     if kept and not exporting and T <= MAX_DECODE_TOKENS:
         y = _step(layer, shape, x, rows)
     else:
-        y = _prefill(layer, shape, x, rows, attention_mask is not None)
+        y = _prefill(layer, shape, x, rows, attention_mask is not None).y
     return y.squeeze(1) if single else y
+
+
+class Trained(NamedTuple):
+    """A layer's output, and what its states are made of."""
+
+    y: Tensor
+    inputs: Tensor  # [B, T, D] or packed: of the convolution
+    state: Tensor  # final states of all sequences
+
+
+def wants_gradient(layer: Any, x: Tensor) -> bool:
+    """Whether autograd would follow a call of the layer."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(p.requires_grad for p in layer.parameters())
+
+
+def trained(
+    layer: Any, shape: QwenShape, x: Tensor, rows: Rows, attention_mask: Tensor | None = None
+) -> Trained:
+    """The layer with gradients: sequences start from zero, and nothing is written in place.
+
+    ``rows`` has ``cu_seqlens`` at most. With a mask, each stretch of padding is a sequence of its
+    own, and its output is zeros: there are 3 B final states, of which those of [1::3] are the
+    rows'.
+    """
+    if attention_mask is None:
+        return _prefill(layer, shape, x, rows, False)
+    live = attention_mask != 0
+    borders = pack(live, rows).cu_seqlens
+    made = _prefill(layer, shape, x, rows._replace(cu_seqlens=borders), True)
+    return made._replace(y=torch.where(live.unsqueeze(-1), made.y, 0))
 
 
 def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
@@ -273,7 +365,7 @@ def _step(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) -> Tensor:
+def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) -> Trained:
     """Any number of tokens; ``pack`` has made a masked batch into one packed row."""
     s, (B, T) = shape, (x.shape[0], x.shape[-2])
     qkv, z, b, a = _project(layer, s, x)
@@ -289,10 +381,7 @@ def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) 
         qkv,
         layer.conv1d.weight,
         layer.conv1d.bias,
-        num_k_heads=s.num_k_heads,
-        num_v_heads=s.num_v_heads,
-        head_k_dim=s.head_k_dim,
-        head_v_dim=s.head_v_dim,
+        **_heads(s),
         a=a,
         b=b,
         A_log=layer.A_log,
@@ -300,7 +389,7 @@ def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) 
         state=rows.conv_state,
         **where,
     )
-    o, _ = ops.prefill(
+    o, state = ops.prefill(
         q,
         k,
         v,
@@ -316,7 +405,61 @@ def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) 
         o, z, layer.norm.weight, eps=s.norm_eps, activation=s.gate_activation
     ).flatten(-3)
     out: Tensor = layer.out_proj(o.unflatten(0, (B, T)) if masked else o)
-    return out
+    return Trained(out, qkv, state)
+
+
+def _verify(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> tuple[Tensor, ops.Draft]:
+    """Draft tokens: the conv window and the state are read, and stay as they are."""
+    _check(shape, x, rows, None)
+    if rows.conv_state is None or rows.state is None:
+        raise _refusal("state", "a tensor: drafts continue from states", None)
+    single = x.dim() == 2 and rows.cu_seqlens is None
+    s, x = shape, x.unsqueeze(1) if single else x
+    qkv, z, b, a = _project(layer, s, x)
+    where = {
+        **rows.addressing(),
+        "cu_seqlens": rows.cu_seqlens,
+        "cu_seqlens_cpu": rows.cu_seqlens_cpu,
+    }
+    reads = {name: value for name, value in where.items() if name != "write_slots"}
+    q, k, v, g, beta = ops.conv_qkv(
+        qkv,
+        layer.conv1d.weight,
+        layer.conv1d.bias,
+        **_heads(s),
+        a=a,
+        b=b,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        state=rows.conv_state,
+        freeze=True,
+        **reads,
+    )
+    o, draft = ops.verify(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state=rows.state,
+        state_layout=rows.state_layout,
+        conv_inputs=qkv,
+        conv_state=rows.conv_state,
+        **where,
+    )
+    o = o.unflatten(-2, (s.num_k_heads, s.r))
+    o = ops.rms_norm_gated(o, z, layer.norm.weight, eps=s.norm_eps, activation=s.gate_activation)
+    y: Tensor = layer.out_proj(o.flatten(-3))
+    return (y.squeeze(1) if single else y), draft
+
+
+def _heads(s: QwenShape) -> dict[str, Any]:
+    return {
+        "num_k_heads": s.num_k_heads,
+        "num_v_heads": s.num_v_heads,
+        "head_k_dim": s.head_k_dim,
+        "head_v_dim": s.head_v_dim,
+    }
 
 
 def _project(layer: Any, s: QwenShape, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

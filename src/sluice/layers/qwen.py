@@ -10,12 +10,10 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from sluice.contract.errors import ContractError
-
-Order = Literal["interleaved", "split"]
-GateActivation = Literal["silu", "sigmoid"]
+from sluice.contract.names import GateActivation, Order
 
 # transformers' model types with known linear layers, and the row order of their weights
 ORDERS: dict[str, Order] = {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sluice import ops
 from sluice.contract.errors import ContractError
+from sluice.contract.names import StateLayout
 
 
 class Rows(NamedTuple):
@@ -24,7 +25,7 @@ class Rows(NamedTuple):
     write_slots: Tensor | None = None
     has_state: Tensor | None = None
     pad_slot: int = -1
-    state_layout: str = "vk"
+    state_layout: StateLayout = "vk"
     cu_seqlens: Tensor | None = None
     cu_seqlens_cpu: Tensor | None = None
     checkpoints: ops.Checkpoints | None = None
@@ -60,6 +61,21 @@ def pack(live: Tensor, rows: Rows) -> Rows:
         cu_seqlens=torch.cat([bounds, end]).int(),
         checkpoints=kept,
     )
+
+
+def last_inputs(x: Tensor, borders: Tensor | None, L: int) -> Tensor:
+    """[N, D, L]: the last L inputs of each sequence of x [B, T, D] or packed, zeros before them.
+
+    What a convolution's window holds after sequences that started from zero, (C11).
+    """
+    if borders is None:
+        borders = torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
+    x = x.reshape(-1, x.shape[-1])
+    starts, ends = borders[:-1, None].long(), borders[1:, None].long()
+    at = ends + torch.arange(-L, 0, device=x.device)
+    if x.shape[0] == 0:
+        return x.new_zeros(at.shape[0], x.shape[1], L)
+    return torch.where((at >= starts).unsqueeze(-1), x[at.clamp(min=0)], 0).transpose(1, 2)
 
 
 def without_masked(B: int, rows: Rows, live: Tensor) -> Rows:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sluice.contract.errors import ContractError
-from sluice.layers.qwen import Order, QwenShape
+from sluice.contract.names import Order
+from sluice.layers.qwen import QwenShape
 
 # transformers' layer classes, and the row order of their input projections
 LAYERS: dict[str, Order] = {

@@ -6,9 +6,12 @@ the one, a call that is bound the other.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from sluice.calls import Canonical, Operator
 from sluice.contract.errors import ContractError
+from sluice.contract.spec import Spec
 
 
 class Tokens:
@@ -66,3 +69,17 @@ def conv_taps(op: str, weight: Any, name: str = "weight") -> Any:
     if weight.dim() != 2:
         raise ContractError(op, name, "shape [D, W] or [D, 1, W]", f"shape {list(weight.shape)}")
     return weight
+
+
+def backward_of(op: str, spec: type[Spec], inputs: tuple[str, ...]) -> Operator:
+    """The backward of an operator, which makes the gradients of ``inputs``."""
+    made = tuple(f"d{name}" for name in inputs)
+    canonical = functools.partial(_gradients, inputs)
+    return Operator(f"{op}_backward", spec, canonical, lambda spec: None, None, made)
+
+
+def _gradients(inputs: tuple[str, ...], t: Any, options: tuple[Any, ...], form: None) -> Canonical:
+    """Gradients, each dense and with the shape and dtype of its input."""
+    given = {name: getattr(t, name) for name in inputs}
+    found = {f"d{name}": x.new_empty(*x.shape) for name, x in given.items() if x is not None}
+    return Canonical(t._replace(**found))

@@ -38,6 +38,8 @@ def parts(op: str, c: Checkpoints | None) -> tuple[Tensor | None, Tensor | None,
     """Slots, positions and interval, as operators take them."""
     if c is None:
         return None, None, 0
+    if not isinstance(c, Checkpoints):
+        raise ContractError(op, "checkpoints", "sluice.Checkpoints(slots, ...)", type(c).__name__)
     if (c.every > 0) == (c.positions is not None):
         got = f"every={c.every}, positions={'None' if c.positions is None else 'a tensor'}"
         raise ContractError(op, "checkpoints", "either every >= 1 or positions", got)

@@ -10,11 +10,13 @@ from torch import Tensor
 from sluice import calls
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks, values
+from sluice.contract.backward import ConvBackwardSpec, ConvQkvBackwardSpec
 from sluice.contract.errors import ContractError
+from sluice.contract.names import BackendName, ChannelLayout, ConvActivation
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
-from sluice.ops.canonical import Tokens, conv_taps
+from sluice.ops.canonical import Tokens, backward_of, conv_taps
 from sluice.ops.checkpoints import Checkpoints, parts
-from sluice.torch_ops import register
+from sluice.torch_ops import Functional, register, register_functional
 
 
 def causal_conv1d(
@@ -24,6 +26,7 @@ def causal_conv1d(
     *,
     activation: str | None = "silu",
     state: Tensor | None = None,
+    initial_state: Tensor | None = None,
     slots: Tensor | None = None,
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
@@ -32,9 +35,9 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
-    layout: str = "btd",
+    layout: ChannelLayout = "btd",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution over tokens, continued from a window of earlier inputs.
 
@@ -49,6 +52,9 @@ def causal_conv1d(
         activation: "silu" (default), or None.
         state: [P, D, L], L >= W - 1, any strides and float dtype: the last L raw inputs, oldest
             first, rolled in place. None starts from zeros and returns a fresh [N, D, W - 1].
+        initial_state: the functional form: [N, D, L], which is read and never written; the final
+            windows are a new tensor of its dtype. In place of ``state``, its slots,
+            ``checkpoints`` and ``out``.
         slots: as in :func:`prefill`; so are ``write_slots``, ``has_state``, ``pad_slot``,
             ``cu_seqlens``, ``cu_seqlens_cpu``, ``checkpoints`` and ``backend``.
         freeze: read the window but leave it as it is, for draft tokens (:func:`verify`).
@@ -56,7 +62,8 @@ def causal_conv1d(
         out: buffer for y, in the layout of x.
 
     Returns:
-        y, with the shape and dtype of x, and ``state``. Padded rows are zeros.
+        y, with the shape and dtype of x, and ``state``. Padded rows are zeros. Without ``state``
+        and ``out`` both have gradients, if an input requires one.
 
     >>> import torch, sluice
     >>> x = torch.arange(6.0).view(1, 6, 1)
@@ -72,6 +79,13 @@ def causal_conv1d(
         positions, out,
     ]  # fmt: skip
     options = (activation, pad_slot, freeze, every)
+    if initial_state is not None:
+        tensors[_STATE] = _initial("causal_conv1d", x, initial_state, state, out, cu_seqlens)
+    if initial_state is not None or (state is None and out is None):
+        if calls.wants_gradient(x, weight, bias, initial_state):
+            return _differentiable(tensors, options, layout, backend)
+        if initial_state is not None:
+            tensors[_STATE] = initial_state.clone(memory_format=torch.contiguous_format)
     made = calls.call(CAUSAL_CONV1D, tensors, options, layout, backend)
     y, window = made[-1], made[_STATE]
     if calls.wants_gradient(x, weight, bias, state):
@@ -95,8 +109,9 @@ def conv_qkv(
     dt_bias: Tensor | None = None,
     neg_eigval: bool = False,
     normalize_qk: bool = True,
-    activation: str | None = "silu",
+    activation: ConvActivation | None = "silu",
     state: Tensor | None = None,
+    initial_state: Tensor | None = None,
     slots: Tensor | None = None,
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
@@ -106,7 +121,7 @@ def conv_qkv(
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
     out: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Convolution, activation, split into q, k, v, l2 norm and gates, in one kernel.
 
@@ -127,6 +142,10 @@ def conv_qkv(
         normalize_qk: on by default; pass ``normalize_qk=False`` to ``prefill`` afterwards.
         state: conv state, and all its options, as in :func:`causal_conv1d`. None: zeros before the
             first token, and no state is kept.
+        freeze: read the window but leave it as it is, for draft tokens: ``x`` is then
+            ``conv_inputs`` of :func:`verify`, and ``commit`` rolls the window.
+        initial_state: the functional form, as in :func:`causal_conv1d`; final windows are not
+            returned: they are the last columns of [initial_state | x] (C11).
         out: buffers (q, k, v, g, beta), None for gates that are not made.
 
     Returns:
@@ -152,6 +171,13 @@ def conv_qkv(
     ]  # fmt: skip
     options = (activation, pad_slot, freeze, every, normalize_qk, neg_eigval)
     form = (num_k_heads, num_v_heads, head_k_dim, head_v_dim, out is not None)
+    if initial_state is not None:
+        tensors[_STATE] = _initial("conv_qkv", x, initial_state, state, out, cu_seqlens)
+    if initial_state is not None or (state is None and out is None):
+        if calls.wants_gradient(x, weight, bias, a, b, A_log, dt_bias, initial_state):
+            return _differentiable_qkv(tensors, options, form[:4], backend)
+        if initial_state is not None:
+            tensors[_STATE] = initial_state.clone(memory_format=torch.contiguous_format)
     made = calls.call(CONV_QKV, tensors, options, form, backend)
     q, k, v, g, beta = made[-5:]
     if calls.wants_gradient(x, weight, bias, a, b, A_log, dt_bias, state):
@@ -161,6 +187,51 @@ def conv_qkv(
             for y in (q, k, v, g, beta)
         )
     return q, k, v, g, beta
+
+
+def _initial(
+    op: str, x: Tensor, initial: Any, state: object, out: object, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The initial windows of the functional form, checked where the operator does not."""
+    for given, name in ((state, "state"), (out, "out")):
+        if given is not None:
+            raise ContractError(op, name, "None beside initial_state", "a tensor")
+    if not isinstance(initial, Tensor):
+        raise ContractError(op, "initial_state", "a tensor", type(initial).__name__)
+    packed = x.dim() == 2
+    N = x.shape[0] if cu_seqlens is None and not packed else None
+    N = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else N
+    if initial.dim() != 3 or (N is not None and initial.shape[0] != N):
+        expected = f"{N} windows [N, D, L], one per sequence"
+        raise ContractError(op, "initial_state", expected, f"shape {list(initial.shape)}")
+    return initial
+
+
+def _differentiable(
+    tensors: list[Any], options: tuple[Any, ...], layout: str, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """``causal_conv1d`` as autograd follows it."""
+    t = ConvSpec.Tensors(*tensors)
+    packed = t.x.dim() == 2
+    tokens = Tokens("causal_conv1d", t.cu_seqlens, layout, ("btd", "bdt"), packed=packed)
+    t = t._replace(x=tokens(t.x, "x", 3), weight=conv_taps("causal_conv1d", t.weight))
+    y, window = FUNCTIONAL(t, options, None, backend)
+    return tokens.restore(y), window
+
+
+def _differentiable_qkv(
+    tensors: list[Any], options: tuple[Any, ...], heads: tuple[Any, ...], backend: str | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """``conv_qkv`` as autograd follows it."""
+    t = ConvQkvSpec.Tensors(*tensors)
+    tokens = Tokens("conv_qkv", t.cu_seqlens, "btd", ("btd",), packed=t.x.dim() == 2)
+    x = tokens(t.x, "x", 3)
+    sizes = [*heads[:2], *_head_dims(x.shape[2], *heads)]
+    a, b = tokens(t.a, "a", 3), tokens(t.b, "b", 3)
+    t = t._replace(x=x, weight=conv_taps("conv_qkv", t.weight), a=a, b=b)
+    made = FUNCTIONAL_QKV(t, options, sizes, backend)
+    q, k, v, g, beta = (None if y is None else tokens.restore(y) for y in made)
+    return q, k, v, g, beta  # type: ignore[return-value]
 
 
 def _needs_state(op: str, slots: Any, write_slots: Any, has_state: Any, *given: Any) -> None:
@@ -270,3 +341,24 @@ CONV_QKV = Operator(
 )
 for _op in (CAUSAL_CONV1D, CONV_QKV):
     register(_op)
+_INPUTS = ("x", "weight", "bias", "state")
+_BORDERS = ("cu_seqlens", "cu_seqlens_cpu")
+_GATES = ("a", "b", "A_log", "dt_bias")
+FUNCTIONAL = Functional(
+    CAUSAL_CONV1D,
+    backward_of("causal_conv1d", ConvBackwardSpec, _INPUTS),
+    (*_INPUTS, *_BORDERS),
+    ("out", "state"),
+    ("dy", "dwindow"),
+    "btd",
+)
+FUNCTIONAL_QKV = Functional(
+    CONV_QKV,
+    backward_of("conv_qkv", ConvQkvBackwardSpec, (*_INPUTS, *_GATES)),
+    (*_INPUTS, *_BORDERS, *_GATES),
+    ("q", "k", "v", "g", "beta"),
+    ("dq", "dk", "dv", "dg", "dbeta"),
+    "given",
+)
+register_functional(FUNCTIONAL)
+register_functional(FUNCTIONAL_QKV)

@@ -11,11 +11,13 @@ from torch import Tensor
 from sluice import calls
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks, values
+from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.errors import ContractError
+from sluice.contract.names import BackendName, HeadLayout, StateLayout
 from sluice.contract.spec import CommitSpec, DeltaSpec, VerifySpec
-from sluice.ops.canonical import Tokens
+from sluice.ops.canonical import Tokens, backward_of
 from sluice.ops.checkpoints import Checkpoints, parts
-from sluice.torch_ops import register
+from sluice.torch_ops import Functional, register, register_functional
 
 
 def prefill(
@@ -31,18 +33,19 @@ def prefill(
     dt_bias: Tensor | None = None,
     neg_eigval: bool = False,
     state: Tensor | None = None,
+    initial_state: Tensor | None = None,
     slots: Tensor | None = None,
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
-    layout: str = "bthd",
+    layout: HeadLayout = "bthd",
     batch_invariant: bool = False,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over sequences of any length.
 
@@ -71,6 +74,9 @@ def prefill(
         state: [P, HV, V, K] ("vk") or [P, HV, K, V] ("kv"), float32, bfloat16 or float16, updated
             in place. The last three dimensions are contiguous; ``stride(0)`` may be larger.
             None starts every sequence from zero and returns a fresh float32 state.
+        initial_state: the functional form: [N, HV, V, K] or [N, HV, K, V], any float dtype and
+            strides, which is read and never written; the final state is a new tensor. In place of
+            ``state``, its slots, ``checkpoints`` and ``out``.
         slots: [N] int32 or int64: the row of ``state`` each sequence reads. Row i by default. A
             negative slot is a padded row: its output is zeros, nothing of it is read or written.
         write_slots: [N]: the row each sequence writes; ``slots`` by default. Padding: not written.
@@ -88,6 +94,8 @@ def prefill(
 
     Returns:
         o [B, T, max(HQ, HV), V] in the dtype of v, in the layout of the inputs; and ``state``.
+        Without ``state`` and ``out`` both have gradients, if an input requires one
+        (docs/training.md).
 
     Raises:
         ContractError: an argument does not keep the contract.
@@ -108,6 +116,10 @@ def prefill(
         cu_seqlens_cpu, kept, positions, out, None, None, None,
     ]  # fmt: skip
     options = (scale, normalize_qk, neg_eigval, pad_slot, state_layout, every, batch_invariant)
+    if initial_state is not None:
+        return _from_initial(tensors, initial_state, options, layout, backend)
+    if state is None and out is None and calls.wants_gradient(*tensors[:7]):
+        return _differentiable(tensors, options, layout, backend)
     made = calls.call(PREFILL, tensors, options, layout, backend)
     return _results("prefill", made, q, k, v, g, beta, A_log, dt_bias, state)
 
@@ -129,12 +141,12 @@ def decode(
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-    layout: str = "bthd",
+    layout: HeadLayout = "bthd",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over 1 to 8 tokens a sequence, in place.
 
@@ -187,7 +199,7 @@ class Draft(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
     pad_slot: int
-    state_layout: str
+    state_layout: StateLayout
     conv_inputs: Tensor | None
     conv_state: Tensor | None
 
@@ -209,14 +221,14 @@ def verify(
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
+    state_layout: StateLayout = "vk",
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     conv_inputs: Tensor | None = None,
     conv_state: Tensor | None = None,
-    layout: str = "bthd",
+    layout: HeadLayout = "bthd",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Draft]:
     """Outputs of up to 8 draft tokens a sequence, writing no state.
 
@@ -262,7 +274,7 @@ def verify(
     return o, draft
 
 
-def commit(draft: Draft, num_accepted: Tensor, *, backend: str | None = None) -> Tensor:
+def commit(draft: Draft, num_accepted: Tensor, *, backend: BackendName | None = None) -> Tensor:
     """Fold the first ``num_accepted`` draft tokens of each row into its state, in place.
 
     State and conv window are left exactly as decoding only those tokens (in one call) would have
@@ -298,6 +310,47 @@ def _results(op: str, made: list[Any], *inputs: Tensor | None) -> tuple[Tensor, 
         o = calls.without_gradient(op, o, *inputs)
         state = calls.without_gradient(op, state, *inputs)
     return o, state
+
+
+def _from_initial(
+    tensors: list[Any], initial: Tensor, options: tuple[Any, ...], layout: str, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """``prefill`` in the functional form."""
+    names = DeltaSpec.TENSORS
+    alone = ("state", "slots", "write_slots", "has_state", "checkpoint_slots", "out")
+    for name in alone:
+        if tensors[names.index(name)] is not None:
+            raise ContractError("prefill", name, "None beside initial_state", "a tensor")
+    if not isinstance(initial, Tensor):
+        raise ContractError("prefill", "initial_state", "a tensor", type(initial).__name__)
+    N = tensors[0].shape[0] if tensors[0].dim() == 4 else 1
+    bounds = tensors[names.index("cu_seqlens")]
+    N = N if bounds is None else bounds.shape[0] - 1
+    if initial.dim() != 4 or initial.shape[0] != N:
+        expected = f"{N} states, one per sequence"
+        raise ContractError("prefill", "initial_state", expected, f"shape {list(initial.shape)}")
+    if calls.wants_gradient(*tensors[:7], initial):
+        tensors[_STATE] = initial
+        return _differentiable(tensors, options, layout, backend)
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    tensors[_STATE] = initial.to(wide, copy=True).contiguous()
+    made = calls.call(PREFILL, tensors, options, layout, backend)
+    return made[_OUT], made[_STATE]
+
+
+def _differentiable(
+    tensors: list[Any], options: tuple[Any, ...], layout: str, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """``prefill`` as autograd follows it: views in canonical form, one functional call."""
+    t = DeltaSpec.Tensors(*tensors)
+    tokens = Tokens("prefill", t.cu_seqlens, layout, ("bthd", "bhtd"), packed=t.q.dim() == 3)
+    t = t._replace(
+        **{name: tokens(getattr(t, name), name, 4) for name in ("q", "k", "v")},
+        g=tokens(t.g, "g", 3, 4),
+        beta=tokens(t.beta, "beta", 3),
+    )
+    o, final = FUNCTIONAL(t, options, None, backend)
+    return tokens.restore(o), final
 
 
 def _canonical(op: str, t: Any, options: tuple[Any, ...], layout: str) -> Canonical:
@@ -365,3 +418,13 @@ COMMIT = Operator(
 )
 for _op in (PREFILL, DECODE, VERIFY, COMMIT):
     register(_op)
+_INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "state")
+FUNCTIONAL = Functional(
+    PREFILL,
+    backward_of("prefill", DeltaBackwardSpec, _INPUTS),
+    (*_INPUTS, "cu_seqlens", "cu_seqlens_cpu"),
+    ("out", "state"),
+    ("do", "dfinal"),
+    "bthd",
+)
+register_functional(FUNCTIONAL)

@@ -9,10 +9,12 @@ from torch import Tensor
 from sluice import calls
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks, values
+from sluice.contract.backward import NormBackwardSpec
 from sluice.contract.errors import ContractError
+from sluice.contract.names import BackendName, ConvActivation, GateActivation, Order, StateLayout
 from sluice.contract.spec import NormSpec, StepSpec
-from sluice.ops.canonical import conv_taps
-from sluice.torch_ops import register
+from sluice.ops.canonical import backward_of, conv_taps
+from sluice.torch_ops import Functional, register, register_functional
 
 
 def rms_norm_gated(
@@ -21,9 +23,9 @@ def rms_norm_gated(
     weight: Tensor,
     *,
     eps: float = 1e-6,
-    activation: str = "silu",
+    activation: GateActivation = "silu",
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     """Root-mean-square norm of x over its last dimension, then a gate.
 
@@ -39,7 +41,8 @@ def rms_norm_gated(
         out: buffer of x's shape and dtype.
 
     Returns:
-        y [..., V] in the dtype of x, rounded once.
+        y [..., V] in the dtype of x, rounded once. Without ``out`` it has gradients, if an input
+        requires one.
 
     >>> import torch, sluice
     >>> x = torch.tensor([[3.0, 4.0]])
@@ -47,8 +50,11 @@ def rms_norm_gated(
     >>> [round(v, 4) for v in y[0].tolist()]
     [0.4243, 0.5657]
     """
-    made = calls.call(RMS_NORM_GATED, [x, z, weight, out], (eps, activation), None, backend)
-    y: Tensor = made[3]
+    tensors: list[Any] = [x, z, weight, out]
+    if out is None and calls.wants_gradient(x, z, weight):
+        y: Tensor = FUNCTIONAL(tensors, (eps, activation), None, backend)[0]
+        return y
+    y = calls.call(RMS_NORM_GATED, tensors, (eps, activation), None, backend)[3]
     return calls.without_gradient("rms_norm_gated", y, x, z, weight)
 
 
@@ -67,16 +73,16 @@ def step(
     write_slots: Tensor | None = None,
     has_state: Tensor | None = None,
     pad_slot: int = -1,
-    state_layout: str = "vk",
-    order: str = "split",
-    conv_activation: str | None = "silu",
-    gate_activation: str = "silu",
+    state_layout: StateLayout = "vk",
+    order: Order = "split",
+    conv_activation: ConvActivation | None = "silu",
+    gate_activation: GateActivation = "silu",
     eps: float = 1e-6,
     scale: float | None = None,
     normalize_qk: bool = True,
     neg_eigval: bool = False,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     """A whole layer's decode: from its input projections to what its output projection takes.
 
@@ -170,3 +176,12 @@ STEP = Operator(
 )
 for _op in (RMS_NORM_GATED, STEP):
     register(_op)
+_INPUTS = ("x", "z", "weight")
+FUNCTIONAL = Functional(
+    RMS_NORM_GATED,
+    backward_of("rms_norm_gated", NormBackwardSpec, _INPUTS),
+    _INPUTS,
+    ("out",),
+    ("dy",),
+)
+register_functional(FUNCTIONAL)

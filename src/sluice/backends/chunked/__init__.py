@@ -1,6 +1,7 @@
 """The chunked form in plain torch: matrix products over chunks of tokens, on any device.
 
-It checks the derivation of docs/kernels/chunked.md, and serves prefill where no kernel does.
+It checks the derivations of docs/kernels/chunked.md and docs/kernels/backward.md, and serves
+prefill and its backward where no kernel does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from sluice.backends import reference, torch_binder
 from sluice.contract.spec import Spec
 
 DEVICES = reference.DEVICES
-OPS = {"prefill": "prefill"}
+OPS = {"prefill": "prefill", "prefill_backward": "prefill_backward"}
 bind = torch_binder(__name__, OPS)
 
 

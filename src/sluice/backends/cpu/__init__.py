@@ -8,7 +8,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,10 +28,16 @@ OPS = {
     "conv_qkv": "conv_qkv",
     "rms_norm_gated": "norm",
     "step": "step",
+    "prefill_backward": "prefill_backward",
+    "causal_conv1d_backward": "conv_backward",
+    "conv_qkv_backward": "conv_backward",
+    "rms_norm_gated_backward": "norm_backward",
 }
 CHECKS_VALUES = True
 KERNEL_OF = {"verify": "decode"}
 """The kernel of an operator, where it is not the operator's own."""
+FOR_ONE_TOKEN = {"decode": "decode_one", "step": "step_one"}
+"""Smaller kernels, where every sequence has one token."""
 
 
 def bind(spec: Spec) -> Launch:
@@ -53,6 +58,8 @@ def refuse(spec: Spec) -> str | None:
     """Arithmetic is float32, and so are inputs and states at most."""
     if torch.float64 in spec.dtypes:
         return "computes in float32, not in float64"
+    if spec.op == "prefill_backward" and getattr(spec, "decay", None) == "key":
+        return "has no backward kernel for decay per key"
     return _unusable()
 
 
@@ -67,10 +74,8 @@ def _unusable() -> str | None:
     return f"cannot use numba, which has no {', '.join(missing)}" if missing else None
 
 
-BESIDE = ("step", "prefill", "commit")
+BESIDE = ("step", "step_one", "prefill", "commit")
 """Kernels that a second process compiles meanwhile: about half of the work."""
-COLD_SECONDS = 0.3
-"""A kernel that takes longer did not come from the disk."""
 _OTHER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -90,6 +95,14 @@ def kernels() -> dict[str, Any]:
     return KERNELS
 
 
+def kernel_of(spec: Spec) -> str:
+    """The name of the kernel that serves a call."""
+    from sluice.backends.cpu.tokens import has_one_token
+
+    name = KERNEL_OF.get(spec.op, spec.op)
+    return FOR_ONE_TOKEN[name] if name in FOR_ONE_TOKEN and has_one_token(spec) else name
+
+
 def compile(
     specs: Sequence[Spec], share: tuple[int, int] = (0, 1), progress: Progress | None = None
 ) -> None:
@@ -98,27 +111,25 @@ def compile(
     ``share`` (i, n): every n-th kernel, from the i-th on. ``progress(name, done, all)`` is called
     after each kernel.
     """
-    wanted = sorted({"entry", *(KERNEL_OF.get(spec.op, spec.op) for spec in specs)})
+    wanted = sorted({"entry", *map(kernel_of, specs)})
     compile_kernels(wanted[share[0] :: share[1]], progress)
 
 
 def compile_kernels(names: Iterable[str], progress: Progress | None = None) -> None:
-    """Compile kernels, or load them from the disk cache.
+    """Compile kernels, or load them from the disk.
 
-    A compiler keeps to one core. So where the cache is empty, a second process compiles some of
-    them (``BESIDE``); what it leaves is compiled here.
+    A compiler keeps to one core. So a second process compiles some of what is not on disk
+    (``BESIDE``); what it leaves is compiled here.
     """
     known = kernels()
     order = sorted(names, key=lambda name: (name in BESIDE, name != "entry"))
-    beside = [name for name in order if name in BESIDE]
-    other = None
+    beside = [name for name in order if name in BESIDE and not known[name].is_kept()]
+    here = any(name not in BESIDE and not known[name].is_kept() for name in order)
+    other = _compile_beside(beside) if beside and here else None
     for done, name in enumerate(order, 1):
         if name in beside and other is not None:
             other.wait()
-        start = time.perf_counter()
         known[name].compile()
-        if done == 1 and beside and time.perf_counter() - start > COLD_SECONDS:
-            other = _compile_beside(beside)
         if progress is not None:
             progress(name, done, len(order))
 

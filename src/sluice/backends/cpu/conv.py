@@ -1,12 +1,11 @@
-"""Depthwise causal convolution over tokens, in lines of channels (conv_lines.py).
+"""Depthwise causal convolution over tokens.
 
-One task is a unit: a few tokens of a block of channels of one sequence.
+One task is a unit: some tokens of a block of channels of one sequence, `p.unit_t` at most. The
+first tokens of a sequence, odd shapes and transposed inputs go through lines (conv_lines.py), all
+others straight from memory to memory (conv_rows.py).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, locate, span, state_rows
@@ -16,18 +15,20 @@ from sluice.backends.cpu.conv_lines import (
     front_lines,
     keep_windows,
     load_lines,
-    load_unit,
+    load_pass,
+    load_weights,
     load_window,
     make_lines,
     store_lines,
     store_window,
 )
+from sluice.backends.cpu.conv_rows import GROUP, convolve_rows, deal_taps, serves_rows
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
+from sluice.backends.cpu.launch import Share, with_zeros
 from sluice.backends.cpu.launch import bind as bind_kernel
-from sluice.backends.cpu.launch import with_zeros
-from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
-from sluice.backends.cpu.memory import release
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, F16, LANES
+from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.params import PARAMS
 from sluice.backends.cpu.scratch_rows import fill, read_index, round_up
 from sluice.backends.cpu.threads import tasks_of
@@ -35,6 +36,7 @@ from sluice.contract import values
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
 
 CHANNELS = 512  # of a block: half a page of float32 tokens
+UNIT_T = 64  # tokens of a unit, where that leaves every thread some of them
 
 view = PARAMS.view
 
@@ -58,28 +60,60 @@ def in_order(p, i, blocks):
 
 
 @jit
+def after_pass(p, at, t0, t, end, count):
+    """The element of x that is needed after the tokens before t: the next token's, or channel's."""
+    return at + t * p.x_t if t < end else at + t0 * p.x_t + count
+
+
+@jit
+def _pass(p, c, read, at, out, t, m, first, count):
+    """Tokens t to t + m through lines."""
+    size, to = ELEMENT_BYTES[p.io], out + t * p.y_t
+    load_pass(p, c, read, at, t, m, first, count)
+    soon = p.x + (at + t * p.x_t + count * p.x_d) * size
+    convolve(p, c, m, count, soon, p.x_t, p.y + to * size, p.y_t)
+    store_lines(p, c, to, m, count)
+
+
+@jit
 def task(p, c, unit, first):
     """The channels from `first` on of one unit."""
-    seq, t0 = locate(p, unit, TOKENS)
+    seq, t0 = locate(p, unit, p.unit_t)
     batch, start, T = span(p, seq)
-    count, tokens = min(CHANNELS, p.D - first), min(TOKENS, T - t0)
+    count, end = min(CHANNELS, p.D - first), min(t0 + p.unit_t, T)
     if p.cu != 0 and seq == p.N - 1 and t0 == 0:
         _zero_lines(p, c, 0, start + T, p.T - start - T, first, count)
-    if tokens <= 0 and t0 > 0:
+    if end <= t0 and t0 > 0:
         return
     padding, read, write = state_rows(p, seq)
     if padding:
-        _zero_lines(p, c, batch, start + t0, tokens, first, count)
+        _zero_lines(p, c, batch, start + t0, end - t0, first, count)
         return
     at = batch * p.x_b + start * p.x_t + first * p.x_d
-    load_unit(p, c, read, at, t0, tokens, first, count)
-    size = ELEMENT_BYTES[p.io]
-    out = batch * p.y_b + (start + t0) * p.y_t + first * p.y_d
-    soon = p.x + (at + t0 * p.x_t + count * p.x_d) * size
-    convolve(p, c, tokens, count, soon, p.x_t, p.y + out * size, p.y_t)
-    store_lines(p, c, out, tokens, count)
+    out = batch * p.y_b + start * p.y_t + first * p.y_d
+    load_weights(p, c, 0, first, count)
+    t = t0
     if t0 == 0:
+        t = min(TOKENS, end)
+        _pass(p, c, read, at, out, 0, t, first, count)
         keep_windows(p, c, seq, read, write, at, T, first, count)
+    direct, straight = serves_rows(p, count), p.io != F16 and p.y_d == 1
+    if direct:
+        deal_taps(p, c, count)
+    while t < end:
+        m = min(TOKENS, end - t)
+        after, to = after_pass(p, at, t0, t + m, end, count), out + t * p.y_t
+        if direct and m >= GROUP and straight:
+            address = p.y + to * ELEMENT_BYTES[p.io]
+            convolve_rows(p, c, at, t, m, count, after, address, p.y_t, 0)
+        elif direct and m >= GROUP:
+            convolve_rows(p, c, at, t, m, count, after, address_of(c.y), c.width, 1)
+            store_lines(p, c, to, m, count)
+        else:
+            if direct:  # the last tokens of a sequence
+                load_weights(p, c, 0, first, count)
+            _pass(p, c, read, at, out, t, m, first, count)
+        t += m
 
 
 @jit
@@ -101,30 +135,33 @@ def blocks_of(D: int) -> int:
     return -(-D // CHANNELS)
 
 
-def units_of(p: ConvSpec | ConvQkvSpec) -> int:
-    """Units that cover all sequences, each of which has one at least: see `locate`."""
-    return p.T // TOKENS + p.N if p.varlen else p.N * max(-(-p.T // TOKENS), 1)
+def share_units(p: ConvSpec | ConvQkvSpec, blocks: int) -> Share:
+    """Units of `blocks` tasks that cover all sequences, one each at least: see `locate`."""
+
+    def units(size: int) -> int:
+        return p.T // size + p.N if p.varlen else p.N * max(-(-p.T // size), 1)
+
+    def share(threads: int) -> dict[str, int]:
+        size = UNIT_T if units(UNIT_T) * blocks >= 8 * threads else TOKENS
+        return {"tasks": units(size) * blocks, "unit_t": size}
+
+    return share
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def conv_kernel(block):
-        _ = version
-        p = view(block)
-        c, memory = make_lines(CHANNELS, front_lines(p), p.W)
-        blocks = (p.D + CHANNELS - 1) // CHANNELS
-        for i in tasks_of(p):
-            unit, index = in_order(p, i, blocks)
-            task(p, c, unit, index * CHANNELS)
-        release(memory)
-
-    return conv_kernel
+def conv_kernel(block):
+    p = view(block)
+    c, memory = make_lines(CHANNELS, front_lines(p), p.W)
+    blocks = (p.D + CHANNELS - 1) // CHANNELS
+    for i in tasks_of(p):
+        unit, index = in_order(p, i, blocks)
+        task(p, c, unit, index * CHANNELS)
+    release(memory)
 
 
-KERNEL = Kernel("causal_conv1d", _make)
+KERNEL = Kernel("causal_conv1d", conv_kernel)
 
 
 def bind(spec: ConvSpec) -> Launch:
     """A launch of ``causal_conv1d``."""
-    tasks = units_of(spec) * blocks_of(spec.D)
-    launch = bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.conv)
+    launch = bind_kernel(KERNEL, spec, share_units(spec, blocks_of(spec.D)), values.conv)
     return with_zeros(launch, spec, "out")

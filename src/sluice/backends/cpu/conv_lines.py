@@ -1,9 +1,9 @@
 """The convolution over a block of channels, on float32 scratch lines.
 
-A unit of work is TOKENS tokens of a block of channels. A line holds one token's inputs of the
-block. A unit's lines are the raw inputs before its tokens, from the state or from x itself, then
-its tokens. So units do not wait for each other, and one place knows about storage types, strides
-and short sequences.
+A unit of work is some tokens of a block of channels, up to TOKENS at a time. A line holds one
+token's inputs of the block. Before the lines of the tokens lie those of the raw inputs before them,
+from the state or from x itself. So units do not wait for each other, and one place knows about
+storage types, strides and short sequences. Most tokens need no lines: conv_rows.py.
 
     y_t = act(bias + sum_w weight_w x_(t - W + 1 + w))
 """
@@ -31,7 +31,7 @@ from sluice.backends.cpu.tiles import (
 )
 from sluice.backends.cpu.vmath import vsilu
 
-TOKENS = 16  # tokens of a unit
+TOKENS = 16  # tokens whose lines are held
 HEADER = 128  # bytes: room for the record
 
 lines = struct_view("lines", "end front width", pointers="x y weight bias turned")
@@ -300,16 +300,15 @@ def store_lines(p, c, at, tokens, count):
             write(p.y, p.io, at + i * p.y_d + t * p.y_t, get(y, t * ld + i))
 
 
-# -- units --------------------------------------------------------------------------------------
+# -- passes -------------------------------------------------------------------------------------
 
 
 @jit
-def load_unit(p, c, read_slot, at, t0, tokens, first, count):
-    """Load taps, the lines before token t0, and the tokens.
+def load_pass(p, c, read_slot, at, t0, tokens, first, count):
+    """Load the lines before token t0, and the tokens.
 
     `at` is the element of x where the sequence's first token begins.
     """
-    load_weights(p, c, 0, first, count)
     if t0 == 0:
         load_window(p, c, 0, read_slot, first, count, read_slot == NOWHERE or p.conv == 0)
     else:

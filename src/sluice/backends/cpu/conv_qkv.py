@@ -1,37 +1,38 @@
 """Convolution, split, l2 norm and gates in one pass over the tokens.
 
-One task is a unit (conv_lines.py) of whole heads of q, k or v, or the gates of its tokens. A line
-of results is normalised head by head while it is in the first-level cache, and then stored.
+One task is a unit (conv.py) of whole heads of q, k or v, or the gates of its tokens. Results that
+must be normalised or rounded become lines in the first-level cache and are then stored by heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import locate, span, state_rows
-from sluice.backends.cpu.conv import CHANNELS, in_order, units_of
+from sluice.backends.cpu.conv import CHANNELS, after_pass, in_order, share_units
 from sluice.backends.cpu.conv_lines import (
     TOKENS,
     convolve,
     front_lines,
     keep_windows,
-    load_unit,
+    load_pass,
+    load_weights,
     make_lines,
 )
+from sluice.backends.cpu.conv_rows import GROUP, convolve_rows, deal_taps, serves_rows
 from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.launch import with_zeros
-from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES
-from sluice.backends.cpu.memory import release
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, F16, F32, LANES
+from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.operands import L2_EPS
 from sluice.backends.cpu.params import PARAMS
 from sluice.backends.cpu.scratch_rows import (
     fill,
     fill_tail,
+    load_row,
     read,
     round_up,
     scale_row,
@@ -39,7 +40,7 @@ from sluice.backends.cpu.scratch_rows import (
     sum_squares,
     write,
 )
-from sluice.backends.cpu.simd import get, load, put, splat, store
+from sluice.backends.cpu.simd import get, load, pointer, put, splat, store
 from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.vmath import vexp, vsigmoid, vsoftplus
 from sluice.contract import values
@@ -68,6 +69,16 @@ def _section(p, block):
 
 
 @jit
+def _target(p, section, batch, token, head):
+    """Address, element and stride from token to token of a head of q, k or v."""
+    if section == 0:
+        return p.q, batch * p.q_b + token * p.q_t + head * p.q_h, p.q_t
+    if section == 1:
+        return p.k, batch * p.k_b + token * p.k_t + head * p.k_h, p.k_t
+    return p.v, batch * p.v_b + token * p.v_t + head * p.v_h, p.v_t
+
+
+@jit
 def _store_heads(p, c, section, batch, token, head, heads, tokens):
     """Lines of results to q, k or v, normalised."""
     width = p.V if section == 2 else p.K
@@ -75,18 +86,15 @@ def _store_heads(p, c, section, batch, token, head, heads, tokens):
     for t in range(tokens):
         for h in range(heads):
             row = c.y + t * c.width + h * width
+            address, at, _ = _target(p, section, batch, token + t, head + h)
             if section < 2 and p.normalize:
                 fill_tail(row, width)
-                scale_row(row, row, n, 1.0 / math.sqrt(sum_squares(row, n) + L2_EPS))
-            if section == 0:
-                at = batch * p.q_b + (token + t) * p.q_t + (head + h) * p.q_h
-                store_row(p.q, p.io, at, row, width)
-            elif section == 1:
-                at = batch * p.k_b + (token + t) * p.k_t + (head + h) * p.k_h
-                store_row(p.k, p.io, at, row, width)
-            else:
-                at = batch * p.v_b + (token + t) * p.v_t + (head + h) * p.v_h
-                store_row(p.v, p.io, at, row, width)
+                factor = 1.0 / math.sqrt(sum_squares(row, n) + L2_EPS)
+                if p.io == F32 and n == width:
+                    scale_row(pointer(address, F32) + at, row, n, factor)
+                    continue
+                scale_row(row, row, n, factor)
+            store_row(address, p.io, at, row, width)
 
 
 @jit
@@ -99,35 +107,77 @@ def _zero_heads(p, c, section, batch, start, head, heads, tokens):
 
 
 @jit
+def _pass(p, c, read_slot, at, t, m, first, count, section, batch, start, head, heads):
+    """Tokens t to t + m through lines."""
+    size = ELEMENT_BYTES[p.io]
+    load_pass(p, c, read_slot, at, t, m, first, count)
+    soon = p.x + (at + t * p.x_t + count * p.x_d) * size
+    address, to, stride = _target(p, section, batch, start + t, head)
+    convolve(p, c, m, count, soon, p.x_t, address + to * size, stride)
+    _store_heads(p, c, section, batch, start + t, head, heads, m)
+
+
+@jit
 def task(p, c, unit, block):
     """A block of heads of one unit."""
     section, head, heads, first = _section(p, block)
     count = heads * (p.V if section == 2 else p.K)
-    seq, t0 = locate(p, unit, TOKENS)
+    seq, t0 = locate(p, unit, p.unit_t)
     batch, start, T = span(p, seq)
-    tokens = min(TOKENS, T - t0)
+    end = min(t0 + p.unit_t, T)
     if p.cu != 0 and seq == p.N - 1 and t0 == 0:
         _zero_heads(p, c, section, 0, start + T, head, heads, p.T - start - T)
-    if tokens <= 0 and t0 > 0:
+    if end <= t0 and t0 > 0:
         return
     padding, read_slot, write_slot = state_rows(p, seq)
     if padding:
-        _zero_heads(p, c, section, batch, start + t0, head, heads, tokens)
+        _zero_heads(p, c, section, batch, start + t0, head, heads, end - t0)
         return
     at = batch * p.x_b + start * p.x_t + first * p.x_d
-    load_unit(p, c, read_slot, at, t0, tokens, first, count)
-    size = ELEMENT_BYTES[p.io]
-    soon = p.x + (at + t0 * p.x_t + count * p.x_d) * size
-    if section == 0:
-        late, late_t = p.q + (batch * p.q_b + (start + t0) * p.q_t + head * p.q_h) * size, p.q_t
-    elif section == 1:
-        late, late_t = p.k + (batch * p.k_b + (start + t0) * p.k_t + head * p.k_h) * size, p.k_t
-    else:
-        late, late_t = p.v + (batch * p.v_b + (start + t0) * p.v_t + head * p.v_h) * size, p.v_t
-    convolve(p, c, tokens, count, soon, p.x_t, late, late_t)
-    _store_heads(p, c, section, batch, start + t0, head, heads, tokens)
+    load_weights(p, c, 0, first, count)
+    t = t0
     if t0 == 0:
+        t = min(TOKENS, end)
+        _pass(p, c, read_slot, at, 0, t, first, count, section, batch, start, head, heads)
         keep_windows(p, c, seq, read_slot, write_slot, at, T, first, count)
+    direct = serves_rows(p, count)
+    straight = p.io != F16 and section == 2 and p.v_h == p.V
+    if direct:
+        deal_taps(p, c, count)
+    while t < end:
+        m = min(TOKENS, end - t)
+        after = after_pass(p, at, t0, t + m, end, count)
+        if direct and m >= GROUP and straight:
+            address, to, stride = _target(p, section, batch, start + t, head)
+            address += to * ELEMENT_BYTES[p.io]
+            convolve_rows(p, c, at, t, m, count, after, address, stride, 0)
+        elif direct and m >= GROUP:
+            convolve_rows(p, c, at, t, m, count, after, address_of(c.y), c.width, 1)
+            _store_heads(p, c, section, batch, start + t, head, heads, m)
+        else:
+            if direct:  # the last tokens of a sequence
+                load_weights(p, c, 0, first, count)
+            _pass(p, c, read_slot, at, t, m, first, count, section, batch, start, head, heads)
+        t += m
+
+
+@jit
+def _gate_in(row, address, code, at, step, count):
+    """The raw gates of some heads."""
+    if step == 1:
+        load_row(row, address, code, at, count)
+        return
+    for i in range(count):
+        put(row, i, read(address, code, at + i * step))
+
+
+@jit
+def _gate_out(address, code, at, step, row, count):
+    if step == 1:
+        store_row(address, code, at, row, count)
+        return
+    for i in range(count):
+        write(address, code, at + i * step, get(row, i))
 
 
 @jit
@@ -135,22 +185,15 @@ def _gate_row(p, c, batch, token, h, count):
     """g and beta of LANES heads of one token."""
     row = c.y
     if p.a != 0:
-        at = batch * p.a_b + token * p.a_t + h * p.a_h
-        for i in range(count):
-            put(row, i, read(p.a, p.a_code, at + i * p.a_h))
+        _gate_in(row, p.a, p.a_code, batch * p.a_b + token * p.a_t + h * p.a_h, p.a_h, count)
         store(row, 0, vsoftplus(load(row, 0) + load(c.bias, 0)) * load(c.weight, 0))
-        for i in range(count):
-            at = batch * p.g_b + token * p.g_t + (h + i) * p.g_h
-            write(p.g, p.g_code, at, get(row, i))
+        _gate_out(p.g, p.g_code, batch * p.g_b + token * p.g_t + h * p.g_h, p.g_h, row, count)
     if p.b != 0:
-        at = batch * p.b_b + token * p.b_t + h * p.b_h
-        for i in range(count):
-            put(row, i, read(p.b, p.b_code, at + i * p.b_h))
+        _gate_in(row, p.b, p.b_code, batch * p.b_b + token * p.b_t + h * p.b_h, p.b_h, count)
         strength = vsigmoid(load(row, 0))
         store(row, 0, strength + strength if p.double else strength)
-        for i in range(count):
-            at = batch * p.beta_b + token * p.beta_t + (h + i) * p.beta_h
-            write(p.beta, p.beta_code, at, get(row, i))
+        at = batch * p.beta_b + token * p.beta_t + h * p.beta_h
+        _gate_out(p.beta, p.beta_code, at, p.beta_h, row, count)
 
 
 @jit
@@ -166,13 +209,13 @@ def _zero_gates(p, batch, start, tokens):
 @jit
 def gates_task(p, c, unit):
     """All gates of one unit."""
-    seq, t0 = locate(p, unit, TOKENS)
+    seq, t0 = locate(p, unit, p.unit_t)
     batch, start, T = span(p, seq)
     padding, _read, _write = state_rows(p, seq)
     if p.cu != 0 and seq == p.N - 1 and t0 == 0:
         _zero_gates(p, 0, start + T, p.T - start - T)
     if padding:
-        _zero_gates(p, batch, start + t0, min(TOKENS, T - t0))
+        _zero_gates(p, batch, start + t0, min(p.unit_t, T - t0))
         return
     for h in range(0, p.HV, LANES):
         count = min(LANES, p.HV - h)
@@ -184,36 +227,31 @@ def gates_task(p, c, unit):
                 if p.dt != 0:
                     put(c.bias, i, read(p.dt, p.dt_code, (h + i) * p.dt_h))
             store(c.weight, 0, vexp(load(c.y, 0)) * -1.0)
-        for t in range(t0, min(t0 + TOKENS, T)):
+        for t in range(t0, min(t0 + p.unit_t, T)):
             _gate_row(p, c, batch, start + t, h, count)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def conv_qkv_kernel(block):
-        _ = version
-        p = view(block)
-        width = max(heads_in_block(p.K) * p.K, heads_in_block(p.V) * p.V)
-        c, memory = make_lines(round_up(width, LANES), front_lines(p), p.W)
-        each_k, each_v = heads_in_block(p.K), heads_in_block(p.V)
-        blocks = 2 * ((p.HK + each_k - 1) // each_k) + (p.HV + each_v - 1) // each_v
-        for i in tasks_of(p):
-            unit, index = in_order(p, i, blocks + 1)
-            if index < blocks:
-                task(p, c, unit, index)
-            else:
-                gates_task(p, c, unit)
-        release(memory)
-
-    return conv_qkv_kernel
+def conv_qkv_kernel(block):
+    p = view(block)
+    width = max(heads_in_block(p.K) * p.K, heads_in_block(p.V) * p.V)
+    c, memory = make_lines(round_up(width, LANES), front_lines(p), p.W)
+    each_k, each_v = heads_in_block(p.K), heads_in_block(p.V)
+    blocks = 2 * ((p.HK + each_k - 1) // each_k) + (p.HV + each_v - 1) // each_v
+    for i in tasks_of(p):
+        unit, index = in_order(p, i, blocks + 1)
+        if index < blocks:
+            task(p, c, unit, index)
+        else:
+            gates_task(p, c, unit)
+    release(memory)
 
 
-KERNEL = Kernel("conv_qkv", _make)
+KERNEL = Kernel("conv_qkv", conv_qkv_kernel)
 
 
 def bind(spec: ConvQkvSpec) -> Launch:
     """A launch of ``conv_qkv``."""
     each_k, each_v = (max(CHANNELS // d, 1) if d % LANES == 0 else 1 for d in (spec.K, spec.V))
     blocks = 2 * -(-spec.HK // each_k) + -(-spec.HV // each_v)
-    tasks = units_of(spec) * (blocks + 1)
-    launch = bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.conv)
+    launch = bind_kernel(KERNEL, spec, share_units(spec, blocks + 1), values.conv)
     return with_zeros(launch, spec, "q", "k", "v", "g", "beta")

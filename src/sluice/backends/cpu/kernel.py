@@ -1,14 +1,14 @@
-"""Kernels: C callbacks compiled by Numba when first needed, and cached on disk.
+"""Kernels: C callbacks compiled by Numba when first needed, and kept on disk (kernel_cache.py).
 
 A kernel takes the address of a block of parameters (``block.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
-import pickle
 import sys
 import threading
 import time
@@ -18,7 +18,7 @@ from typing import Any
 
 from numba import types
 
-from sluice.backends.cpu import numba_private
+from sluice.backends.cpu import kernel_cache, numba_private
 
 SLOW_SECONDS = 1.0
 """Compiling that takes longer is announced on stderr."""
@@ -28,28 +28,21 @@ KERNELS: dict[str, Kernel] = {}
 
 
 @functools.cache
-def source_hash() -> str:
-    """A hash of this package's sources, part of the key of what is cached on disk.
-
-    Numba itself looks only at the file that a kernel is in, not at those it calls.
-    """
+def _made_from() -> str:
+    """What compiled kernels depend on: this package's sources, the compiler and the machine."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return f"{digest.hexdigest()} {numba_private.DESCRIPTION}"
 
 
 class Kernel:
-    """A function of a block's address, compiled when first needed.
-
-    ``make(version)`` returns the Python function. The function must mention ``version``: that makes
-    the hash of the sources a part of its key in the disk cache.
-    """
+    """A Python function of a block's address, compiled when first needed."""
 
     def __init__(
-        self, name: str, make: Callable[[str], Callable[[Any], Any]], returns_int: bool = False
+        self, name: str, function: Callable[[Any], Any], returns_int: bool = False
     ) -> None:
-        self.name, self._make = name, make
+        self.name, self._python = name, function
         self._signature = (types.int64 if returns_int else types.void)(types.voidptr)
         self._prototype = ctypes.CFUNCTYPE(ctypes.c_int64 if returns_int else None, ctypes.c_void_p)
         self._lock = threading.Lock()
@@ -75,19 +68,42 @@ class Kernel:
             with self._lock:
                 if self._found is None:
                     with _Notice(self.name):
-                        address, alive = _load_or_compile(
-                            self._make(source_hash()), self._signature
-                        )
+                        address, alive = self._load_or_compile()
                         self._found = address, self._prototype(address), alive
         return self._found
 
+    def is_kept(self) -> bool:
+        """Whether it was compiled before, here or by another process."""
+        return self._found is not None or kernel_cache.holds(
+            cache_folders(), self.name, self._made_from()
+        )
 
-def _load_or_compile(function: Callable[[Any], Any], signature: Any) -> tuple[int, object]:
-    try:
-        return numba_private.load_or_compile(function, signature, cached=True)
-    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):
-        # there is no directory to cache in, or what it holds can be neither read nor written
-        return numba_private.load_or_compile(function, signature, cached=False)
+    def _made_from(self) -> str:
+        source = Path(self._python.__code__.co_filename)  # of a benchmark's kernel, outside of here
+        return f"{self.name} {_made_from()} {hashlib.sha256(source.read_bytes()).hexdigest()}"
+
+    def _load_or_compile(self) -> tuple[int, object]:
+        key, folders = self._made_from(), cache_folders()
+        payload = kernel_cache.find(folders, self.name, key)
+        if payload is not None:
+            return numba_private.load(payload)
+        address, alive, payload = numba_private.compile_callback(self._python, self._signature)
+        kernel_cache.keep(folders, self.name, key, payload)
+        return address, alive
+
+
+def cache_folders() -> list[Path]:
+    """Where compiled kernels are looked for, in this order, and kept in the first that allows it.
+
+    Numba's ``NUMBA_CACHE_DIR`` if it is set; else beside these sources, or in the user's cache.
+    """
+    named = numba_private.cache_folder()
+    if named:
+        return [Path(named)]
+    folders = [Path(__file__).parent / "__pycache__"]
+    with contextlib.suppress(RuntimeError):  # nobody knows the user's home
+        folders.append(Path.home() / ".cache" / "sluice")
+    return folders
 
 
 class _Notice:

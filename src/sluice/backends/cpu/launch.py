@@ -31,18 +31,14 @@ Check = Callable[[Any, Any], None]
 view = PARAMS.view
 
 
-def _make(version: str) -> Callable[[Any], int]:
-    def entry(block):
-        _ = version
-        p = view(block)
-        if p.trusted == 0 and not plain(p):
-            return SUSPICIOUS
-        return run_tasks(p, block)
-
-    return entry
+def entry(block):
+    p = view(block)
+    if p.trusted == 0 and not plain(p):
+        return SUSPICIOUS
+    return run_tasks(p, block)
 
 
-ENTRY = Kernel("entry", _make, returns_int=True)
+ENTRY = Kernel("entry", entry, returns_int=True)
 
 
 def bind(kernel: Kernel, spec: Any, share: Share, check: Check) -> Launch:

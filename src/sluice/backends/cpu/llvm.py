@@ -102,13 +102,24 @@ def _narrow(builder, code, value):
         return builder.trunc(_narrow_half(builder, value), like(value.type, i16))
     if code == F64:
         return builder.fpext(value, like(value.type, ir.DoubleType()))
+    bits = _keep_nan(builder, _rounded(builder, value), value)
+    bits = builder.lshr(bits, constant(bits.type, 16))
+    return builder.trunc(bits, like(value.type, i16))
+
+
+def _keep_nan(builder, bits, value):
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(is_nan, constant(bits.type, 0x7FC00000), bits)
+
+
+def _rounded(builder, value):
+    """Bits whose upper half is the nearest bfloat16, of two as near the even one; not of a NaN.
+
+    No machine's own instruction does this: AVX-512's sets subnormal numbers to zero.
+    """
     bits = builder.bitcast(value, like(value.type, i32))
     odd = builder.and_(builder.lshr(bits, constant(bits.type, 16)), constant(bits.type, 1))
-    bits = builder.add(builder.add(bits, constant(bits.type, 0x7FFF)), odd)
-    bits = builder.lshr(bits, constant(bits.type, 16))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    bits = builder.select(is_nan, constant(bits.type, 0x7FC0), bits)
-    return builder.trunc(bits, like(value.type, i16))
+    return builder.add(builder.add(bits, constant(bits.type, 0x7FFF)), odd)
 
 
 def _widen_half(builder, bits):
@@ -159,6 +170,49 @@ def load_at(builder, code, ptr, index, lanes=None):
     where = builder.bitcast(where, vector_type(lanes, STORAGE[code]).as_pointer())
     raw = builder.load(where, align=ELEMENT_BYTES[code])
     return _widen(builder, code, raw)
+
+
+def load_run(builder, code, ptr, index, count):
+    """`count` vectors of consecutive elements.
+
+    A pair of vectors of bfloat16 comes dealt: the even elements, then the odd ones. One load and
+    two operations on whole lanes make a pair; in the order of addresses lanes would have to cross.
+    """
+    if code == BF16:
+        pair, out = vector_type(LANES, i32), []
+        for _ in range(0, count, 2):
+            where = builder.bitcast(element_at(builder, ptr, index), pair.as_pointer())
+            raw = builder.load(where, align=2)
+            even = builder.shl(raw, constant(pair, 16))
+            odd = builder.and_(raw, constant(pair, 0xFFFF0000))
+            out += [builder.bitcast(x, vector_type(LANES)) for x in (even, odd)]
+            index = builder.add(index, i64(2 * LANES))
+        return out
+    out = []
+    for _ in range(count):
+        out.append(load_at(builder, code, ptr, index, LANES))
+        index = builder.add(index, i64(LANES))
+    return out
+
+
+def store_run(builder, code, ptr, index, vectors, no_nan=False):
+    """Store vectors to consecutive elements, so that `load_run` gives them back."""
+    if code == BF16:
+        for pair in zip(vectors[::2], vectors[1::2], strict=True):
+            even, odd = (_rounded(builder, x) for x in pair)
+            if not no_nan:
+                even, odd = (
+                    _keep_nan(builder, x, y) for x, y in zip((even, odd), pair, strict=True)
+                )
+            even = builder.lshr(even, constant(even.type, 16))
+            raw = builder.or_(even, builder.and_(odd, constant(odd.type, 0xFFFF0000)))
+            where = builder.bitcast(element_at(builder, ptr, index), raw.type.as_pointer())
+            builder.store(raw, where, align=2)
+            index = builder.add(index, i64(2 * LANES))
+        return
+    for vector in vectors:
+        store_at(builder, code, ptr, index, vector)
+        index = builder.add(index, i64(LANES))
 
 
 def store_at(builder, code, ptr, index, value):

@@ -3,27 +3,45 @@
 Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contract are the same.
 ``tests/test_cpu_numba_private.py`` fails if one of them is gone.
 
-- ``load_or_compile``: the machine code of a C callback, from the disk cache or compiled. Numba's
-  own ``cfunc`` decorator compiles at once, and with optimised copies of every function called.
-  Without ``CFunc`` and its attributes (``missing``) the backend refuses every call and says why.
+- ``compile_callback``, ``load``: the machine code of a C callback, compiled, or from what it was
+  written as. Numba's own ``cfunc`` decorator compiles at once, and with optimised copies of every
+  function called; its disk cache loads damaged files. Without ``CFunc``, its attributes and the
+  methods of code libraries (``missing``) the backend refuses every call and says why.
 - ``_as_modules``: functions that kernels call are kept as unoptimised LLVM modules. Without one of
   the methods it replaces, kernels compile as they are, only slower.
+- ``OPTIONS``: ``_nrt`` leaves out the counting of references. Without it, loading fails.
+- ``PIPELINE``: of Numba's passes, those that these kernels need. Without one of them, all run.
 - ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
   attributes of the types in ``simd.py`` and ``struct_view.py`` are typed. Numba's public way
   (``overload``) compiles a function for each of them. Without them the import of this module fails,
   and the backend refuses every call.
-- ``TARGET``: the name and the features of the machine that Numba compiles for. They decide how wide
-  vectors are. Without it the import fails likewise.
+- ``TARGET``, ``DESCRIPTION``: the name and the features of the machine that Numba compiles for.
+  They decide how wide vectors are. Without them the import fails likewise.
+- ``cache_folder``: what ``NUMBA_CACHE_DIR`` says. Without it, the usual folders serve.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import llvmlite
+import llvmlite.binding as llvm
+import numba
 from numba import njit, types
-from numba.core import codegen, registry, sigutils
+from numba.core import (
+    codegen,
+    compiler,
+    compiler_machinery,
+    config,
+    registry,
+    sigutils,
+    typed_passes,
+    untyped_passes,
+)
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.typing.templates import (
@@ -34,16 +52,51 @@ from numba.core.typing.templates import (
 )
 
 __all__ = [
+    "DESCRIPTION",
+    "OPTIONS",
+    "PIPELINE",
     "TARGET",
     "AbstractTemplate",
     "AttributeTemplate",
+    "cache_folder",
+    "compile_callback",
     "infer_global",
-    "load_or_compile",
+    "load",
     "missing",
     "signature",
 ]
 
-OPTIONS = {"error_model": "numpy"}
+PASSES = (
+    (untyped_passes, "TranslateByteCode"),
+    (untyped_passes, "FixupArgs"),
+    (untyped_passes, "IRProcessing"),
+    (untyped_passes, "ReconstructSSA"),
+    (typed_passes, "NopythonTypeInference"),
+    (typed_passes, "PreLowerStripPhis"),
+    (typed_passes, "IRLegalization"),
+    (typed_passes, "AnnotateTypes"),
+    (typed_passes, "NativeLowering"),
+    (typed_passes, "NoPythonBackend"),
+)
+"""Functions of kernels have neither closures nor ``with``, arrays, literal unrolling nor overloads
+to inline, which Numba's other passes are for: those look through every function in vain."""
+
+
+class _Pipeline(compiler.CompilerBase):  # type: ignore[misc]  # numba has no types
+    """``PASSES`` and no other."""
+
+    def define_pipelines(self) -> list[Any]:
+        manager = compiler_machinery.PassManager("sluice")
+        for module, name in PASSES:
+            manager.add_pass(getattr(module, name), name)
+        manager.finalize()
+        return [manager]
+
+
+PIPELINE = _Pipeline if all(hasattr(module, name) for module, name in PASSES) else compiler.Compiler
+OPTIONS = {"error_model": "numpy", "_nrt": False}
+"""Of every function: division by zero follows IEEE 754 instead of raising, and nothing counts
+references, of which kernels have none: machine code from the disk needs no runtime of Numba's."""
 
 
 class Target(NamedTuple):
@@ -53,49 +106,79 @@ class Target(NamedTuple):
     features: frozenset[str]
 
 
+def _codegen() -> Any:
+    return registry.cpu_target.target_context.codegen()
+
+
 def _target() -> Target:
-    triple, _cpu, features = registry.cpu_target.target_context.codegen().magic_tuple()
+    triple, _cpu, features = _codegen().magic_tuple()
     return Target(triple, frozenset(features.split(",")))
 
 
 TARGET = _target()
+DESCRIPTION = " ".join([numba.__version__, llvmlite.__version__, *_codegen().magic_tuple()])
+"""The compiler's versions and the machine: code made with one serves no other."""
+
+
+def cache_folder() -> str:
+    """The folder that ``NUMBA_CACHE_DIR`` names, or nothing."""
+    return str(getattr(config, "CACHE_DIR", "") or "")
 
 
 def missing() -> list[str]:
-    """What ``load_or_compile`` needs and this Numba does not have."""
+    """What ``compile_callback`` and ``load`` need and this Numba does not have."""
     signature = sigutils.normalize_signature(types.void(types.voidptr))
     try:
         kernel: Any = CFunc(lambda block: None, signature, {}, OPTIONS)
     except TypeError as error:
         return [f"CFunc of four arguments ({error})"]
-    wanted = ("_cache.load_overload", "_sig", "_targetdescr.target_context", "address", "compile")
-    return [f"CFunc.{path}" for path in wanted if not _has(kernel, path)]
+    found = [] if hasattr(kernel, "_compile_uncached") else ["CFunc._compile_uncached"]
+    library = getattr(codegen, "JITCodeLibrary", None)
+    wanted = ("_get_compiled_object", "get_pointer_to_function", "has_dynamic_globals")
+    found += [f"JITCodeLibrary.{name}" for name in wanted if not hasattr(library, name)]
+    if not hasattr(_codegen(), "unserialize_library"):
+        found.append("Codegen.unserialize_library")
+    return found
 
 
-def _has(found: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(found, name):
-            return False
-        found = getattr(found, name)
-    return True
-
-
-def load_or_compile(
-    function: Callable[[Any], Any], signature: Any, *, cached: bool
-) -> tuple[int, object]:
-    """The address of a C callback's machine code, and what keeps it there."""
-    kernel = CFunc(function, sigutils.normalize_signature(signature), {}, OPTIONS)
-    if cached:
-        kernel.enable_caching()
-    with global_compiler_lock:
-        found = kernel._cache.load_overload(kernel._sig, kernel._targetdescr.target_context)
-        if found is not None:
-            address = found.library.get_pointer_to_function(found.fndesc.llvm_cfunc_wrapper_name)
-            return address, found
+def compile_callback(function: Callable[[Any], Any], signature: Any) -> tuple[int, object, bytes]:
+    """A C callback's address, what keeps it there, and what ``load`` makes it from again."""
+    signature = sigutils.normalize_signature(signature)
+    kernel = CFunc(function, signature, {}, OPTIONS, pipeline_class=PIPELINE)
+    with global_compiler_lock, _in_haste():
         with _as_modules():
-            njit(**OPTIONS)(function).compile(signature.args)
-        kernel.compile()
-    return kernel.address, kernel
+            njit(pipeline_class=PIPELINE, **OPTIONS)(function).compile(signature[0])
+        compiled = kernel._compile_uncached()
+        library, name = compiled.library, compiled.fndesc.llvm_cfunc_wrapper_name
+        assert not library.has_dynamic_globals, "addresses of this process cannot be kept"
+        address = library.get_pointer_to_function(name)
+        # Numba also keeps a module to link with others, of which this is all that `load` asks for
+        symbols = llvm.parse_assembly(f'define void @"{name}"() {{\n  ret void\n}}').as_bitcode()
+        state = library.name, "object", (library._get_compiled_object(), symbols)
+        return address, compiled, pickle.dumps((name, state))
+
+
+def load(payload: bytes) -> tuple[int, object]:
+    """The address of a callback's machine code, and what keeps it there."""
+    name, state = pickle.loads(payload)
+    with global_compiler_lock:
+        library = _codegen().unserialize_library(state)
+        return library.get_pointer_to_function(name), library
+
+
+@contextlib.contextmanager
+def _in_haste() -> Iterator[None]:
+    """No search for garbage, of which compiling makes little, nor for loops that LLVM might turn
+    into vectors: kernels say themselves what is a vector."""
+    collecting, vectorize = gc.isenabled(), config.LOOP_VECTORIZE
+    gc.disable()
+    config.LOOP_VECTORIZE = 0
+    try:
+        yield
+    finally:
+        config.LOOP_VECTORIZE = vectorize
+        if collecting:
+            gc.enable()
 
 
 def _finalized(library: Any) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from sluice.backends.cpu.block import Fields
-from sluice.backends.cpu.llvm import BF16, F16, F32, F64, REGISTERS
+from sluice.backends.cpu.llvm import BF16, F16, F32, F64
+from sluice.backends.cpu.one_token import serves
 from sluice.backends.cpu.operands import HEAD_DECAY, KEY_DECAY, NO_DECAY
 from sluice.contract.meta import Meta
 from sluice.contract.spec import (
@@ -77,8 +78,9 @@ PARAMS = Fields(
     " ".join(f"{name}_{part}" for name, parts in TENSORS.items() for part in parts.split())
     # what the call computes
     + " io kv T N HQ HK HV K V D W L decay delta raw double normalize silu sigmoid freeze"
-    # how: heads per task, the path for one token, whether states come from memory
-    " heads_per_task one_token far"
+    # how: heads per task, the path for one token, whether states come from memory, tokens of a
+    # unit (of the gated norm: vectors)
+    " heads_per_task one_token far unit_t"
     # pool and checkpoints
     " P pad owned columns every"
     # what screen.py looks at: tokens per sequence at most, gates per token, which gates
@@ -185,7 +187,7 @@ def _delta(spec: DeltaSpec) -> dict[str, Any]:
         "raw": spec.raw_gates,
         "double": spec.neg_eigval,
         "normalize": spec.normalize_qk,
-        "one_token": spec.delta and spec.decay != "key" and vk and REGISTERS >= 32,
+        "one_token": spec.delta and spec.decay != "key" and vk and serves(spec.K),
         "most_tokens": 0 if spec.op == "prefill" else MAX_DECODE_TOKENS,
         "g_count": spec.HV,
         "beta_count": spec.HV,
@@ -247,7 +249,7 @@ def _step(spec: StepSpec) -> dict[str, Any]:
         "normalize": spec.normalize_qk,
         "silu": spec.conv_silu,
         "sigmoid": spec.gate_activation == "sigmoid",
-        "one_token": spec.state_layout == "vk" and REGISTERS >= 32,
+        "one_token": spec.state_layout == "vk" and serves(spec.K),
         "interleaved": interleaved,
         "z_offset": spec.z_offset if spec.z is None else 0,
         "z_group": 2 * spec.K + 2 * heads * spec.V if interleaved else heads * spec.V,

@@ -8,9 +8,6 @@ per eight tokens. Products of rows of k and q are made once for all heads of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
 from sluice.backends.cpu.checkpoints import checkpoint, columns
@@ -153,22 +150,18 @@ def task(p, w, seq, first):
             store_tile(p, w, w.tile + (head - first) * size, head_at(p, write, head))
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def prefill_kernel(block):
-        _ = version
-        p = view(block)
-        tiles = p.heads_per_task + (1 if p.checkpoints != 0 else 0)
-        size = round_up(p.V, BLOCK_V) * p.K
-        w, memory = make_work(p, readers_of_state(p), p.heads_per_task, tiles * size)
-        runs = p.HV // p.heads_per_task
-        for i in tasks_of(p):
-            task(p, w, i // runs, i % runs * p.heads_per_task)
-        release(memory)
-
-    return prefill_kernel
+def prefill_kernel(block):
+    p = view(block)
+    tiles = p.heads_per_task + (1 if p.checkpoints != 0 else 0)
+    size = round_up(p.V, BLOCK_V) * p.K
+    w, memory = make_work(p, readers_of_state(p), p.heads_per_task, tiles * size)
+    runs = p.HV // p.heads_per_task
+    for i in tasks_of(p):
+        task(p, w, i // runs, i % runs * p.heads_per_task)
+    release(memory)
 
 
-KERNEL = Kernel("prefill", _make)
+KERNEL = Kernel("prefill", prefill_kernel)
 
 
 def bind(spec: DeltaSpec) -> Launch:

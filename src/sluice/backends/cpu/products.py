@@ -6,7 +6,6 @@ uses the same function.
 
 from __future__ import annotations
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -48,6 +47,23 @@ def inner(typingctx, acc, a, b):
         return tile_of(builder, out)
 
     return acc(acc, a, b), codegen
+
+
+@intrinsic
+def taps(typingctx, x, weight, bias):
+    """bias + sum over w of weight[w] * x[t + w], in the order of w, for every t that x allows."""
+    W = weight.rows
+    T = x.rows - W + 1
+
+    def codegen(context, builder, sig, args):
+        rows, factors = rows_of(builder, args[0]), rows_of(builder, args[1])
+        out = [args[2]] * T
+        for t in range(T):
+            for w in range(W):
+                out[t] = _fma(builder, factors[w], rows[t + w], out[t])
+        return tile_of(builder, out)
+
+    return Tile(T)(x, weight, bias), codegen
 
 
 @intrinsic
@@ -110,17 +126,18 @@ def lower_product(typingctx, acc, a, stride, d):
 
 
 @intrinsic
-def dot_rows(typingctx, s, kq):
-    """Row r of s times k and times q, lane by lane: R x 2 vectors of partial sums.
+def dot_rows(typingctx, acc, s, kq):
+    """acc + row r of s times k and times q, lane by lane: R x 2 vectors of partial sums.
 
     k, q and each row of s are n vectors. kq holds k, then q.
     """
     n = kq.rows // 2
     R = s.rows // n
+    if acc.rows != 2 * R:
+        return None
 
     def codegen(context, builder, sig, args):
-        left, right = (rows_of(builder, t) for t in args)
-        acc = [ir.Constant(left[0].type, None)] * (2 * R)
+        acc, left, right = (rows_of(builder, t) for t in args)
         for r in range(R):
             for i in range(n):
                 for j in range(2):
@@ -128,7 +145,7 @@ def dot_rows(typingctx, s, kq):
                     acc[2 * r + j] = _fma(builder, *product, acc[2 * r + j])
         return tile_of(builder, acc)
 
-    return Tile(2 * R)(s, kq), codegen
+    return acc(acc, s, kq), codegen
 
 
 @intrinsic

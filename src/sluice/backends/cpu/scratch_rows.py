@@ -10,7 +10,14 @@ from sluice.backends.cpu.jit import jit, jit_inline
 from sluice.backends.cpu.llvm import BF16, F16, F32, F64, LANES
 from sluice.backends.cpu.memory import read_int
 from sluice.backends.cpu.simd import fma, get, load, pointer, put, splat, store
-from sluice.backends.cpu.tiles import prefetch, total
+from sluice.backends.cpu.tiles import (
+    dealt,
+    gathered,
+    load_rows,
+    prefetch,
+    store_rows,
+    total,
+)
 
 
 @jit_inline
@@ -116,6 +123,20 @@ def copy_row(dst, src, n):
     """dst[0 : n] = src[0 : n] between scratch rows, n a multiple of LANES."""
     for i in range(0, n, LANES):
         store(dst, i, load(src, i))
+
+
+@jit
+def deal_row(dst, src, n):
+    """src[0 : n] to dst, every two vectors dealt (tiles.py), n a multiple of 2 * LANES."""
+    for i in range(0, n, 2 * LANES):
+        store_rows(dst, i, LANES, dealt(load_rows(src, i, LANES, 2)))
+
+
+@jit
+def gather_row(dst, src, n):
+    """What `deal_row` dealt, in its order."""
+    for i in range(0, n, 2 * LANES):
+        store_rows(dst, i, LANES, gathered(load_rows(src, i, LANES, 2)))
 
 
 @jit_inline

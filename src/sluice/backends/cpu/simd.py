@@ -223,14 +223,15 @@ def _unary(name):
     return op
 
 
-def _minmax(name):
+def _minmax(sense):
     @intrinsic
     def op(typingctx, x, bound):
-        """The bound replaces a NaN."""
+        """The bound replaces a NaN: as x86's own instruction has it, so this is one there."""
 
         def codegen(context, builder, sig, args):
             bound = splat_of(builder, args[1], x.lanes)
-            return call_llvm(builder, name, args[0].type, args[0], bound)
+            kept = builder.fcmp_ordered(sense, args[0], bound)
+            return builder.select(kept, args[0], bound)
 
         return x(x, types.float32), codegen
 
@@ -238,7 +239,7 @@ def _minmax(name):
 
 
 vabs, vround, vsqrt = _unary("fabs"), _unary("rint"), _unary("sqrt")
-vmin, vmax = _minmax("minnum"), _minmax("maxnum")
+vmin, vmax = _minmax("<"), _minmax(">")
 
 
 @intrinsic
@@ -252,6 +253,19 @@ def keep_nan(typingctx, value, x):
 
 
 @intrinsic
+def all_finite(typingctx, x):
+    """Whether no lane is infinite or a NaN."""
+
+    def codegen(context, builder, sig, args):
+        rest = builder.fsub(args[0], args[0])
+        lanes = builder.fcmp_unordered("uno", rest, rest)
+        found = builder.bitcast(lanes, ir.IntType(x.lanes))
+        return builder.icmp_unsigned("==", found, ir.Constant(found.type, 0))
+
+    return types.boolean(x), codegen
+
+
+@intrinsic
 def pow2(typingctx, x):
     """2 ** x for whole numbers x in [-126, 127]."""
 
@@ -261,3 +275,15 @@ def pow2(typingctx, x):
         return builder.bitcast(bits, args[0].type)
 
     return x(x), codegen
+
+
+@intrinsic
+def times_pow2(typingctx, x, n):
+    """x * 2 ** n, where n is a whole number plus 1.5 * 2 ** 23; x and the result are normal."""
+
+    def codegen(context, builder, sig, args):
+        value, exponent = (builder.bitcast(a, like(a.type, i32)) for a in args)
+        exponent = builder.shl(exponent, constant(exponent.type, 23))
+        return builder.bitcast(builder.add(value, exponent), args[0].type)
+
+    return x(x, n), codegen

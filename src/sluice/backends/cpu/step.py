@@ -7,9 +7,6 @@ rounded between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, state_rows
 from sluice.backends.cpu.conv_lines import (
@@ -21,9 +18,9 @@ from sluice.backends.cpu.conv_lines import (
     make_lines,
     store_window,
 )
-from sluice.backends.cpu.decode import is_one_token, run_head
-from sluice.backends.cpu.delta import BLOCK_V
-from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.decode import deal_keys, head_runner, is_one_token
+from sluice.backends.cpu.delta import BLOCK_V, Function
+from sluice.backends.cpu.jit import jit, jit_as, named
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.llvm import F32, LANES
@@ -49,6 +46,7 @@ from sluice.backends.cpu.scratch_rows import (
 from sluice.backends.cpu.simd import get, pointer, put
 from sluice.backends.cpu.state import block_floats
 from sluice.backends.cpu.threads import tasks_of
+from sluice.backends.cpu.tokens import has_one_token
 from sluice.contract import values
 from sluice.contract.spec import StepSpec
 
@@ -130,47 +128,55 @@ def _gates_at(p, seq, head):
     return g_at, beta_at
 
 
-@jit
-def task(p, w, c, extra, taps, seq, key):
-    """One key head of one sequence, with its value heads."""
-    n, ld_v, ratio, m = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK, p.T
-    padding, read, write = state_rows(p, seq)
-    if padding:
-        fill(w.o, ld_v, 0.0)
+def _tasks(many: bool) -> Function:
+    run_head = head_runner(many)
+
+    @jit_as("step_task", many)
+    def task(p, w, c, extra, taps, seq, key):
+        """One key head of one sequence, with its value heads."""
+        n, ld_v, ratio, m = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK, p.T
+        padding, read, write = state_rows(p, seq)
+        if padding:
+            fill(w.o, ld_v, 0.0)
+            for head in range(key * ratio, (key + 1) * ratio):
+                for t in range(m):
+                    store_row(p.y, p.io, seq * p.y_b + t * p.y_t + head * p.V, w.o, p.V)
+            return
+        _use_taps(p, c, taps, key)
+        _load_inputs(p, c, seq, key, read, write)
+        if key + 1 < p.HK:
+            _prefetch_inputs(p, seq, max(read, 0), key + 1)
+        here = address_of(c.bias)  # nothing to ask for: the lines are short
+        convolve(p, c, m, c.width, here, 0, here, 0)
+        for t in range(m):
+            q, k = w.kq + (padded_tokens(m) + t) * n, w.kq + t * n
+            copy_row(q, c.y + t * c.width, n)
+            copy_row(k, c.y + t * c.width + n, n)
+            fill_tail(q, p.K)
+            fill_tail(k, p.K)
+        finish_tokens(p, w, m)
+        deal_keys(p, w, m)
         for head in range(key * ratio, (key + 1) * ratio):
-            for t in range(m):
-                store_row(p.y, p.io, seq * p.y_b + t * p.y_t + head * p.V, w.o, p.V)
-        return
-    _use_taps(p, c, taps, key)
-    _load_inputs(p, c, seq, key, read, write)
-    if key + 1 < p.HK:
-        _prefetch_inputs(p, seq, max(read, 0), key + 1)
-    here = address_of(c.bias)  # nothing to ask for: the lines are short
-    convolve(p, c, m, c.width, here, 0, here, 0)
-    for t in range(m):
-        q, k = w.kq + (padded_tokens(m) + t) * n, w.kq + t * n
-        copy_row(q, c.y + t * c.width, n)
-        copy_row(k, c.y + t * c.width + n, n)
-        fill_tail(q, p.K)
-        fill_tail(k, p.K)
-    finish_tokens(p, w, m)
-    for head in range(key * ratio, (key + 1) * ratio):
-        g_at, beta_at = _gates_at(p, seq, head)
-        load_gates(p, w, 0, g_at, beta_at, head, m)
-        column = 2 * n + (head - key * ratio) * p.V
-        for t in range(padded_tokens(m)):
-            if t < m:
-                copy_row(w.v + t * ld_v, c.y + t * c.width + column, round_up(p.V, LANES))
-            else:
-                fill(w.v + t * ld_v, ld_v, 0.0)
-        make_operands(p, w, w.alpha, m, write != NOWHERE and not is_one_token(p, w, m))
-        run_head(p, w, read, write, head, 0, m)
-        _outputs(p, w, extra, extra + ld_v, seq, head)
+            g_at, beta_at = _gates_at(p, seq, head)
+            load_gates(p, w, 0, g_at, beta_at, head, m)
+            column = 2 * n + (head - key * ratio) * p.V
+            for t in range(padded_tokens(m)):
+                if t < m:
+                    copy_row(w.v + t * ld_v, c.y + t * c.width + column, round_up(p.V, LANES))
+                else:
+                    fill(w.v + t * ld_v, ld_v, 0.0)
+            make_operands(p, w, w.alpha, m, write != NOWHERE and not is_one_token(p, w, m))
+            run_head(p, w, read, write, head, 0, m)
+            _outputs(p, w, extra, extra + ld_v, seq, head)
+
+    return task
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def step_kernel(block):
-        _ = version
+def _kernel(name: str, many: bool) -> Kernel:
+    task = _tasks(many)
+
+    @named(name)
+    def kernel(block):
         p = view(block)
         n, ld_v, ratio = round_up(p.K, LANES), round_up(p.V, BLOCK_V), p.HV // p.HK
         w, memory = make_work(p, 1, 1, block_floats(p))
@@ -187,13 +193,14 @@ def _make(version: str) -> Callable[[Any], None]:
         release(more)
         release(memory)
 
-    return step_kernel
+    return Kernel(name, kernel)
 
 
-KERNEL = Kernel("step", _make)
+KERNEL, KERNEL_ONE = _kernel("step", True), _kernel("step_one", False)
 
 
 def bind(spec: StepSpec) -> Launch:
     """A launch of ``step``."""
     tasks = spec.N * spec.HK if spec.T > 0 else 0
-    return bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.step)
+    kernel = KERNEL_ONE if has_one_token(spec) else KERNEL
+    return bind_kernel(kernel, spec, lambda threads: {"tasks": tasks}, values.step)

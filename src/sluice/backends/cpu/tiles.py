@@ -14,11 +14,13 @@ from sluice.backends.cpu.llvm import (
     LANES,
     i64,
     load_at,
+    load_run,
     prefetch_at,
     rows_of,
     shuffle,
     splat_of,
     store_at,
+    store_run,
     tile_of,
     vector_type,
 )
@@ -72,6 +74,49 @@ def store_rows(typingctx, ptr, index, stride, tile):
         return context.get_dummy_value()
 
     return types.void(ptr, types.int64, types.int64, tile), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_runs(typingctx, ptr, index, stride, rows, count):
+    """`count` vectors of consecutive elements from each of `index + r * stride`.
+
+    Pairs of vectors of bfloat16 come dealt: see `dealt`.
+    """
+    if not _const_int(rows, count):
+        return None
+    R, C = rows.literal_value, count.literal_value
+
+    def codegen(context, builder, sig, args):
+        base, index, stride = args[:3]
+        out = []
+        for _r in range(R):
+            out += load_run(builder, ptr.code, base, index, C)
+            index = builder.add(index, stride)
+        return tile_of(builder, out)
+
+    return Tile(R * C)(ptr, types.int64, types.int64, rows, count), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_runs(typingctx, ptr, index, stride, tile, rows, no_nan):
+    """Store a tile of `rows` runs so that `load_runs` gives it back.
+
+    With `no_nan` (1) the caller knows that no element is a NaN, which saves looking for them.
+    """
+    if not _const_int(rows, no_nan):
+        return None
+    R, C = rows.literal_value, tile.rows // rows.literal_value
+
+    def codegen(context, builder, sig, args):
+        base, index, stride, value = args[:4]
+        vectors = rows_of(builder, value)
+        for r in range(R):
+            run = vectors[r * C : (r + 1) * C]
+            store_run(builder, ptr.code, base, index, run, no_nan.literal_value == 1)
+            index = builder.add(index, stride)
+        return context.get_dummy_value()
+
+    return types.void(ptr, types.int64, types.int64, tile, rows, no_nan), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -129,6 +174,41 @@ def row(typingctx, tile, index):
         return tile_of(builder, [builder.extract_value(args[0], index.literal_value)])
 
     return Tile(1)(tile, index), codegen
+
+
+@intrinsic(prefer_literal=True)
+def pick(typingctx, tile, index):
+    """One row of a tile, as a vector."""
+    if not _const_int(index):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.extract_value(args[0], index.literal_value)
+
+    return Vec(LANES)(tile, index), codegen
+
+
+@intrinsic
+def pair(typingctx, a, b):
+    """Two vectors as a tile."""
+
+    def codegen(context, builder, sig, args):
+        return tile_of(builder, args)
+
+    return Tile(2)(a, b), codegen
+
+
+@intrinsic(prefer_literal=True)
+def column(typingctx, tile, index, columns):
+    """One column of a tile with rows of `columns` vectors, as a tile."""
+    if not _const_int(index, columns):
+        return None
+    i, n = index.literal_value, columns.literal_value
+
+    def codegen(context, builder, sig, args):
+        return tile_of(builder, rows_of(builder, args[0])[i::n])
+
+    return Tile(tile.rows // n)(tile, index, columns), codegen
 
 
 # -- single lanes -------------------------------------------------------------------------------
@@ -239,6 +319,31 @@ def store_interleaved(typingctx, ptr, index, tile):
         return context.get_dummy_value()
 
     return types.void(ptr, types.int64, tile), codegen
+
+
+@intrinsic
+def dealt(typingctx, pair):
+    """Of two vectors, the even elements and the odd ones."""
+    even, odd = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
+
+    def codegen(context, builder, sig, args):
+        a, b = rows_of(builder, args[0])
+        return tile_of(builder, [shuffle(builder, a, b, lanes) for lanes in (even, odd)])
+
+    return pair(pair), codegen
+
+
+@intrinsic
+def gathered(typingctx, pair):
+    """What was `dealt`, in its order."""
+    order = [lane for i in range(LANES) for lane in (i, LANES + i)]
+
+    def codegen(context, builder, sig, args):
+        a, b = rows_of(builder, args[0])
+        halves = (order[:LANES], order[LANES:])
+        return tile_of(builder, [shuffle(builder, a, b, lanes) for lanes in halves])
+
+    return pair(pair), codegen
 
 
 # -- sums and transposes ------------------------------------------------------------------------

@@ -22,6 +22,11 @@ def share_heads(p: Any) -> Callable[[int], dict[str, int]]:
     return share
 
 
+def has_one_token(spec: Any) -> bool:
+    """Whether every sequence of a call has one token."""
+    return spec.T == 1 and not getattr(spec, "varlen", False)
+
+
 @jit
 def readers_of_state(p):
     """How many query heads read one state."""

@@ -7,9 +7,6 @@ conv windows on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from sluice.backends import Launch
 from sluice.backends.cpu import decode
 from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
@@ -145,25 +142,21 @@ def task(p, w, seq, head):
             store_block(p, w.tile, target, v0)
 
 
-def _make(version: str) -> Callable[[Any], None]:
-    def commit_kernel(block):
-        _ = version
-        p = view(block)
-        w, memory = make_work(p, 1, 1, block_floats(p))
-        c, more = make_lines(CHANNELS if p.conv != 0 else LANES, front_lines(p), 1)
-        heads, blocks = p.N * p.HV, (p.D + CHANNELS - 1) // CHANNELS
-        for i in tasks_of(p):
-            if i < heads:
-                task(p, w, i // p.HV, i % p.HV)
-            else:
-                roll_task(p, c, (i - heads) // blocks, (i - heads) % blocks * CHANNELS)
-        release(more)
-        release(memory)
-
-    return commit_kernel
+def commit_kernel(block):
+    p = view(block)
+    w, memory = make_work(p, 1, 1, block_floats(p))
+    c, more = make_lines(CHANNELS if p.conv != 0 else LANES, front_lines(p), 1)
+    heads, blocks = p.N * p.HV, (p.D + CHANNELS - 1) // CHANNELS
+    for i in tasks_of(p):
+        if i < heads:
+            task(p, w, i // p.HV, i % p.HV)
+        else:
+            roll_task(p, c, (i - heads) // blocks, (i - heads) % blocks * CHANNELS)
+    release(more)
+    release(memory)
 
 
-KERNEL = Kernel("commit", _make)
+KERNEL = Kernel("commit", commit_kernel)
 
 
 def bind(spec: DeltaSpec | CommitSpec) -> Launch:

@@ -1,9 +1,15 @@
-"""Gluon kernels for Hopper: what they do better than the portable Triton kernels, and no more."""
+"""Gluon kernels for Hopper: what they do better than the portable Triton kernels, and no more.
+
+Gluon is experimental, and each release of Triton renames some of it (``kernels/gluon_api.py``). A
+release becomes tested when the suite has run with it on a GPU. A newer one is tried: if the kernels
+do not compile or load, the backend gives up for this process and says why, and Triton's kernels
+serve.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,20 +17,27 @@ from sluice.backends import Launch, module_of
 from sluice.backends import triton as portable
 from sluice.backends.triton import gpu, shipped, toolchain
 from sluice.contract.chunk_length import CHUNK
+from sluice.contract.errors import GaveUpError
 from sluice.contract.meta import Meta
 from sluice.contract.spec import DeltaSpec, Spec
 
 DEVICES = ("cuda",)
 OPS = {"prefill": "prefill"}
 ALIGNED = ("q", "k", "v", "out")
+OLDEST = (3, 6)
+"""The first release of Triton whose Gluon has what the kernels use."""
 TESTED = ("3.6",)
-"""Versions of Triton, whose Gluon is experimental, with which the kernels ran on a GPU."""
+"""Releases with which the kernels ran on a GPU."""
 TMA_BYTES = 16
+
+_failed: list[str] = []
+"""Why the kernels do not work with this release, once that has been seen."""
 
 
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernels."""
-    launch: Launch = portable.launches(module_of(__name__, OPS, spec.op), spec).bound()
+    with _trial():
+        launch: Launch = portable.launches(module_of(__name__, OPS, spec.op), spec).bound()
     return launch
 
 
@@ -46,24 +59,54 @@ def compile(
     """Compile what these calls, and such of other sizes, need, on all cores, and load it."""
     from sluice.backends.triton import launch
 
-    launch.compile_and_load(portable.kernel_calls(__name__, OPS, specs), share, progress)
+    with _trial():
+        launch.compile_and_load(portable.kernel_calls(__name__, OPS, specs), share, progress)
 
 
-@functools.cache
 def unavailable() -> str | None:
-    """What is missing: a GPU; kernels that come compiled, or a tested Triton."""
+    """What is missing: a GPU; kernels that come compiled, or a Triton that compiles them."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     return None if shipped.installed() is not None else unable()
 
 
-@functools.cache
 def unable() -> str | None:
-    """Why Triton cannot compile these kernels here; None if it can."""
+    """Why Triton cannot compile these kernels here; None if it can, or was not tried yet."""
     found = toolchain.version()
-    if found is not None and ".".join(found.split(".")[:2]) not in TESTED:
-        return f"tested with Triton {', '.join(TESTED)}, found {found}"
-    return toolchain.unable()
+    if found is not None and toolchain.release(found) < OLDEST:
+        return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {found}"
+    return _failed[0] if _failed else toolchain.unable()
+
+
+def untried() -> str | None:
+    """The release of Triton, if these kernels never ran with it on a GPU."""
+    found = toolchain.version()
+    if found is None or ".".join(map(str, toolchain.release(found))) in TESTED:
+        return None
+    return f"never ran with Triton {found}, only with {', '.join(TESTED)}"
+
+
+@contextlib.contextmanager
+def _trial() -> Iterator[None]:
+    """In this scope kernels compile and load. Of an untried release, any error ends the trial."""
+    try:
+        yield
+    except shipped.DamagedKernelError:
+        raise
+    except Exception as error:
+        if untried() is None:
+            raise
+        _failed.append(f"does not work with Triton {toolchain.version()}: {_reason(error)}")
+        raise GaveUpError(_failed[-1]) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause of an error, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = getattr(error, "error_message", None) or str(error)  # Triton's has its source around it
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def refuse(spec: Spec) -> str | None:
@@ -92,7 +135,7 @@ def refuse(spec: Spec) -> str | None:
         reason = next((text for n, m in metas.items() if (text := _unreachable(n, m))), None)
     if reason is not None:
         return f"needs {reason}"
-    return portable.not_ready(module_of(__name__, OPS, spec.op), spec, unable)
+    return portable.not_ready(__name__, spec, unable)
 
 
 def _unreachable(name: str, x: Meta) -> str | None:

@@ -245,7 +245,7 @@ def _states_call(
 def _call(
     kernel: Kernel, programs: int, maxnreg: int | None = None, **arguments: Any
 ) -> KernelCall:
-    options = {"num_warps": 4, "launch_pdl": True}
+    options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
     return KernelCall(kernel, programs, options, arguments)

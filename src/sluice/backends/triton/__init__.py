@@ -6,6 +6,7 @@ In Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on a CPU, 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,10 +46,11 @@ def launches(module: Any, spec: Spec) -> Any:
     return _looked_at.pop((module, spec), None) or module.launches(spec)
 
 
-def not_ready(module: Any, spec: Spec, unable: Callable[[], str | None]) -> str | None:
+def not_ready(package: str, spec: Spec, unable: Callable[[], str | None]) -> str | None:
     """Why a call's kernels cannot be had: they do not come compiled, nor can they be compiled."""
     if shipped.installed() is None:
         return None  # ``unavailable`` has asked Triton
+    module = module_of(package, importlib.import_module(package).OPS, spec.op)
     made = module.launches(spec)
     if "compiled" in made.codes() and (reason := unable()) is not None:
         return f"these kernels are not among the shipped ones, and {reason}"
@@ -136,4 +138,4 @@ def refuse(spec: Spec) -> str | None:
             return f"{name} must be at most {MAX_HEAD_DIM}, got {width}"
     if interpreted():
         return None
-    return not_ready(module_of(__name__, OPS, spec.op), spec, toolchain.unable)
+    return not_ready(__name__, spec, toolchain.unable)

@@ -55,7 +55,7 @@ def unable() -> str | None:
         from sluice.backends.triton import triton_private
     except ImportError as error:
         return f"the package triton cannot be imported: {error}"
-    return triton_private.missing()
+    return None if interpreted() else triton_private.missing()
 
 
 def made_by() -> tuple[int, int] | None:

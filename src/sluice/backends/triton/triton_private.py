@@ -9,6 +9,11 @@
   descriptor's type is spelt.
 - ``target_info.current_target``: which GPU a kernel asks about while it is compiled. Replaced while
   one is compiled for a GPU that is absent.
+- ``InterpreterBuilder``: where kernels are interpreted, masks are made boolean (``_mend_masks``).
+
+The kernels themselves use public names that are the same in these releases. One default changes:
+``enable_fp_fusion`` is on up to 3.9, which warns where it is not given, and off from 3.10. Every
+launch gives it (``arguments.kernel_call``).
 
 ``tests/test_private.py`` fails if one of them is gone.
 """
@@ -93,6 +98,33 @@ def tile_layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
 
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+def _mend_masks() -> None:
+    """Let the interpreter take every mask that the compiler takes.
+
+    To the interpreter, the result of a comparison has the type of what was compared. A scalar one
+    that is broadcast becomes an array of integers, which 3.9 refuses as a mask.
+    """
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def boolean(mask: Any) -> Any:
+        return handle(mask.data.astype(bool), triton.language.int1)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        return load(self, ptrs, boolean(mask), *more, **named)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        return store(self, ptrs, value, boolean(mask), *more, **named)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+
+
+if getattr(_runtime, "interpret", False):
+    _mend_masks()
 
 
 def source(kernel: Any, signature: dict[str, str], constants: Any, attributes: Any) -> Any:

@@ -9,7 +9,12 @@
   const providers = data.providers.map((p) => p.name).filter((n) => rows.some((r) => r.provider === n));
   const title = Object.fromEntries(data.providers.map((p) => [p.name, p.title]));
   const colour = (name) => `var(--c${Math.max(0, data.providers.findIndex((p) => p.name === name)) % 10})`;
-  const state = { hidden: new Set(), op: null, model: null, heatOp: null, peer: null, rows: "all" };
+  const state = { hidden: new Set(), op: null, model: null, heatOp: null, peer: null, only: "all", time: "graph" };
+  const allOps = [...new Set(data.workloads.map((w) => w.op))];
+  const chosen = (op) => state.only === "all" || op === state.only;
+  // the time that the charts against size show: of replayed graphs, or of eager calls by the wall clock
+  const hasEager = rows.some((r) => r.eager);
+  const timed = (r) => (state.time === "eager" ? r.eager : r);
 
   // ------------------------------------------------------------------------------- small pieces
 
@@ -129,7 +134,7 @@
     const shown = rows.filter((r) => {
       const w = workloads.get(r.workload);
       const fits = w.op === state.op && rank(w) === state.model && w.axis !== "mix";
-      return fits && !state.hidden.has(r.provider);
+      return fits && timed(r) && !state.hidden.has(r.provider);
     });
     const point = (r) => ({ r, w: workloads.get(r.workload), x: workloads.get(r.workload).tokens });
     const points = shown.map(point);
@@ -141,8 +146,8 @@
     if (used.length) {
       const box = { left: 58, right: width - 12, top: 10, bottom: height - 40 };
       const xs = unique(used.map((p) => p.x)).sort((a, b) => a - b);
-      const low = Math.min(...used.map((p) => Math.min(p.r.p10_s, p.r.floor_s || Infinity)));
-      const high = Math.max(...used.map((p) => p.r.p90_s));
+      const low = Math.min(...used.map((p) => Math.min(timed(p.r).p10_s, p.r.floor_s || Infinity)));
+      const high = Math.max(...used.map((p) => timed(p.r).p90_s));
       const [left, right] = xs.length > 1 ? [xs[0] / 1.15, xs.at(-1) * 1.15] : [xs[0] / 2, xs[0] * 2];
       const x = logScale(left, right, box.left, box.right);
       const y = logScale(low / 1.3, high * 1.3, box.bottom, box.top);
@@ -155,11 +160,11 @@
       for (const name of providers) {
         const own = used.filter((p) => p.r.provider === name).sort((a, b) => a.x - b.x);
         const stroke = `stroke: ${colour(name)}; fill: none`;
-        drawing.append(svg("path", { d: line(own, (p) => p.r.median_s), style: stroke, "stroke-width": name === "sluice" ? 3 : 1.8 }));
+        drawing.append(svg("path", { d: line(own, (p) => timed(p.r).median_s), style: stroke, "stroke-width": name === "sluice" ? 3 : 1.8 }));
         for (const p of own) {
-          const ends = { x1: x(p.x), x2: x(p.x), y1: y(p.r.p10_s), y2: y(p.r.p90_s) };
+          const ends = { x1: x(p.x), x2: x(p.x), y1: y(timed(p.r).p10_s), y2: y(timed(p.r).p90_s) };
           drawing.append(svg("line", { ...ends, style: stroke, "stroke-width": 1.2, opacity: 0.6 }));
-          const dot = svg("circle", { cx: x(p.x), cy: y(p.r.median_s), r: 5, style: `fill: ${colour(name)}` });
+          const dot = svg("circle", { cx: x(p.x), cy: y(timed(p.r).median_s), r: 5, style: `fill: ${colour(name)}` });
           drawing.append(explain(dot, about(p.r)));
         }
       }
@@ -169,7 +174,7 @@
 
   function roofline() {
     const [place, width] = clear("roofline");
-    const shown = rows.filter((r) => !state.hidden.has(r.provider));
+    const shown = rows.filter((r) => !state.hidden.has(r.provider) && chosen(workloads.get(r.workload).op));
     const height = Math.min(400, Math.max(280, width * 0.72));
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "roofline" });
     const points = shown.map((r) => {
@@ -218,17 +223,17 @@
 
   function grid(id, columns, lines, value, labelWidth, name) {
     const [place, width] = clear(id);
-    const cell = Math.max(46, Math.min(110, (width - labelWidth) / Math.max(1, columns.length)));
+    const cell = Math.max(72, Math.min(116, (width - labelWidth) / Math.max(1, columns.length)));
     // a heading of several words takes a line for each part of it
     const parts = columns.map((column) => column.split(/(?<=,) /));
-    const [tall, head] = [34, 26 + 14 * Math.max(1, ...parts.map((p) => p.length))];
+    const [tall, head] = [42, 26 + 14 * Math.max(1, ...parts.map((p) => p.length))];
     const [w, h] = [labelWidth + cell * columns.length, head + tall * lines.length + 4];
     const drawing = svg("svg", { viewBox: `0 0 ${w} ${h}`, height: h, role: "img", "aria-label": name });
     drawing.style.width = `${w}px`;
     place.classList.add("scroll");
     let marks = 0;
     columns.forEach((column, n) => {
-      const fits = (part) => (part.length * 7 > cell + 8 ? `${part.slice(0, Math.floor(cell / 7) - 1)}…` : part);
+      const fits = (part) => (part.length * 7 > cell - 4 ? `${part.slice(0, Math.floor(cell / 7) - 2)}…` : part);
       const label = svg("text", { "text-anchor": "middle" });
       parts[n].forEach((part, m) => {
         const y = head - 12 - 14 * (parts[n].length - 1 - m);
@@ -247,30 +252,40 @@
           return;
         }
         marks += 1;
-        drawing.append(explain(svg("rect", { ...corner, style: `fill: ${shade(found.ratio)}` }), found.text));
-        const spot = { x: corner.x + corner.width / 2, y: corner.y + corner.height / 2 + 4 };
-        drawing.append(svg("text", { ...spot, "text-anchor": "middle", "pointer-events": "none" }, speedup(found.ratio)));
+        const box = svg("rect", { ...corner, style: `fill: ${shade(found.ratio)}` });
+        if (found.low < 1) box.classList.add("losing");
+        drawing.append(explain(box, found.text));
+        const plain = { "text-anchor": "middle", "pointer-events": "none" };
+        const spot = { x: corner.x + corner.width / 2, y: corner.y + corner.height / 2 + (found.range ? -2 : 4) };
+        drawing.append(svg("text", { ...spot, ...plain }, speedup(found.ratio)));
+        if (found.range) drawing.append(svg("text", { ...plain, x: spot.x, y: spot.y + 15, class: "range" }, found.range));
       });
     });
     finish(place, drawing, marks);
   }
 
   const ours = new Map(rows.filter((r) => r.provider === "sluice").map((r) => [r.workload, r]));
-  const peers = providers.filter((n) => n !== "sluice");
+  // other libraries first, then other ways to call this one
+  const variant = (name) => name.startsWith("sluice:");
+  const others = providers.filter((n) => n !== "sluice");
+  const peers = [...others.filter((n) => !variant(n)), ...others.filter(variant)];
   function pairs(test) {
     return rows.filter((r) => r.provider !== "sluice" && ours.has(r.workload) && test(r, workloads.get(r.workload)));
   }
 
   function glance() {
-    const ops = unique(data.workloads.map((w) => w.op));
+    const ops = allOps.filter(chosen);
     grid("glance", peers.map((n) => title[n]), ops, (op, column) => {
       const found = pairs((r, w) => w.op === op && title[r.provider] === column);
       if (!found.length) return null;
       const logs = found.map((r) => Math.log(r.median_s / ours.get(r.workload).median_s));
       const ratio = Math.exp(logs.reduce((a, b) => a + b, 0) / logs.length);
       const [low, high] = [Math.exp(Math.min(...logs)), Math.exp(Math.max(...logs))];
-      const range = `from ${speedup(low)} to ${speedup(high)}`;
-      return { ratio, text: `${op} against ${column}\n${found.length} workloads, ${range}` };
+      const lost = found.filter((r) => r.median_s < ours.get(r.workload).median_s).length;
+      const losses = lost ? `\nsluice is slower in ${lost} of them` : "";
+      const range = found.length > 1 ? `${speedup(low)}–${speedup(high)}` : "";
+      const text = `${op} against ${column}\n${found.length} workloads, from ${speedup(low)} to ${speedup(high)}${losses}`;
+      return { ratio, low, range, text };
     }, 118, "at a glance");
   }
 
@@ -333,23 +348,27 @@
   }
   function controls() {
     const drawable = rows.map((r) => workloads.get(r.workload)).filter((w) => w.axis !== "mix");
-    const ops = unique(drawable.map((w) => w.op));
+    const ops = unique(drawable.map((w) => w.op)).filter(chosen);
     state.op = ops.includes(state.op) ? state.op : ops[0];
     buttons($("pick-op"), ops, (op) => op === state.op, (op) => { state.op = op; draw(); });
     const models = unique(drawable.filter((w) => w.op === state.op).map(rank));
     state.model = models.includes(state.model) ? state.model : models[0];
     options($("pick-model"), models, String, state.model, (v) => { state.model = v; draw(); });
-    const heatOps = unique(pairs(() => true).map((r) => workloads.get(r.workload).op));
+    const heatOps = unique(pairs(() => true).map((r) => workloads.get(r.workload).op)).filter(chosen);
     state.heatOp = heatOps.includes(state.heatOp) ? state.heatOp : heatOps.includes("prefill") ? "prefill" : heatOps[0];
     options($("pick-heat-op"), heatOps, String, state.heatOp, (v) => { state.heatOp = v; draw(); });
     const against = peers.filter((n) => pairs((r, w) => w.op === state.heatOp && r.provider === n).length);
     const first = against.find((n) => !n.startsWith("sluice:")) || against[0];
     state.peer = against.includes(state.peer) ? state.peer : first;
     options($("pick-peer"), against, (n) => title[n], state.peer, (v) => { state.peer = v; draw(); });
-    const listed = [...document.querySelectorAll("tr[data-op]")];
-    const kinds = ["all", ...unique(listed.map((tr) => tr.dataset.op))];
-    buttons($("pick-rows"), kinds, (op) => op === state.rows, (op) => { state.rows = op; draw(); });
-    for (const tr of listed) tr.hidden = state.rows !== "all" && tr.dataset.op !== state.rows;
+    const kinds = ["all", ...allOps];
+    for (const place of ["only", "pick-rows"]) {
+      buttons($(place), kinds, (op) => op === state.only, (op) => { location.hash = op === "all" ? "" : op; pick(op); });
+    }
+    $("only").hidden = allOps.length < 2;
+    const times = hasEager ? ["graph", "eager"] : ["graph"];
+    const kind = { graph: "replayed graphs: kernels alone", eager: "eager calls: by the wall clock" };
+    options($("pick-time"), times, (v) => kind[v], state.time, (v) => { state.time = v; draw(); });
     $("legend").replaceChildren(...providers.map((name) => {
       const swatch = html("span", { class: "swatch", style: `background: ${colour(name)}` });
       const node = html("button", { type: "button", "aria-pressed": String(!state.hidden.has(name)) }, swatch, title[name]);
@@ -359,6 +378,14 @@
       });
       return node;
     }));
+  }
+
+  // one operator alone, everywhere on the page; the address keeps it
+  function pick(op) {
+    state.only = allOps.includes(op) ? op : "all";
+    document.body.dataset.only = state.only;
+    draw();
+    document.dispatchEvent(new CustomEvent("only"));
   }
 
   function draw() {
@@ -376,5 +403,6 @@
     cancelAnimationFrame(pending);
     pending = requestAnimationFrame(draw);
   });
-  draw();
+  window.addEventListener("hashchange", () => pick(location.hash.slice(1)));
+  pick(location.hash.slice(1));
 })();

@@ -199,7 +199,7 @@ def need(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             extras = "onnx,transformers" if package == "transformers" else "onnx"
-            raise SluiceError(f'export needs {package}: pip install "sluice[{extras}]"')
+            raise SluiceError(f'export needs {package}: pip install "sluice-gdn[{extras}]"')
 
 
 @contextlib.contextmanager

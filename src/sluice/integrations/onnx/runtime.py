@@ -47,6 +47,10 @@ class Runner:
     ) -> None:
         import onnxruntime
 
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise ContractError("Runner", "batch", "an int of at least 1", repr(batch))
+        if not Path(path).is_file():
+            raise ContractError("Runner", "path", "a file of sluice export", str(path))
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         if threads is not None:
@@ -87,7 +91,11 @@ class Runner:
         return {name.removeprefix("past."): now[name] for name in self._past}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The output for the next tokens; updates the states."""
+        """The output for the next tokens; updates the states.
+
+        Raises ContractError for anything but a tensor of the graph's dtype with ``batch`` rows.
+        """
+        self._check(x)
         x = x.detach().contiguous()
         binding = self.session.io_binding()
         self._bind(binding.bind_input, self._input.name, x)
@@ -106,6 +114,23 @@ class Runner:
             self._kept[name], self._spare[name] = self._spare[name], self._kept[name]
         self._grown = {name: made[_present(name)] for name in self._grown}
         return torch.from_numpy(made[self._output].numpy())
+
+    def _check(self, x: object) -> None:
+        name, kind, dims = self._input.name, _KINDS[self._input.type], len(self._input.shape)
+        if not isinstance(x, Tensor):
+            raise ContractError("Runner", name, "a tensor", type(x).__name__)
+        if x.dtype != kind:
+            raise ContractError("Runner", name, f"dtype {kind}", x.dtype)
+        if x.device.type != "cpu":
+            raise ContractError("Runner", name, "a CPU tensor", f"device {x.device}")
+        sizes = [n if isinstance(n, int) else None for n in self._input.shape]
+        sizes[0] = self.batch
+        fits = x.dim() == dims and all(
+            b is None or a == b for a, b in zip(x.shape, sizes, strict=True)
+        )
+        if not fits or x.shape[1] == 0:
+            shape = f"{sizes}".replace("None", "tokens", 1).replace("None", "any")
+            raise ContractError("Runner", name, f"shape {shape}", f"shape {list(x.shape)}")
 
     def _bind(self, bind: Any, name: str, x: Tensor) -> None:
         kind = {torch.float32: 1, torch.float16: 10, torch.int64: 7}[x.dtype]  # ONNX's numbers

@@ -1,16 +1,16 @@
 """Names of Gluon that are private, or that differ between releases of Triton.
 
-Gluon is experimental. The kernels run on Triton 3.6 and compile for Hopper with 3.6 to 3.9;
-everything else they use has the same name in these releases. ``TESTED`` in ``__init__.py`` keeps
-releases away on which the kernels never ran.
+Gluon is experimental. The kernels compile for Hopper with Triton 3.6, 3.7, 3.8 and 3.9; everything
+else they use has the same name in these releases. ``TESTED`` in ``__init__.py`` lists the releases
+with which they ran on a GPU. docs/kernels/triton.md says what a new release needs.
 
-| here        | Triton 3.6                        | later                                     |
-|-------------|-----------------------------------|-------------------------------------------|
-| aggregate   | triton.language.core._aggregate   | gluon.aggregate from 3.8 on               |
-| barrier     | gl.thread_barrier                 | gl.barrier from 3.7 on                    |
-| reinterpret | shared memory's ._reinterpret     | .reinterpret from 3.9 on                  |
-| async_load  | tma.async_copy_global_to_shared   | tma.async_load from 3.8 on                |
-| async_store | tma.async_copy_shared_to_global   | tma.async_store from 3.8 on               |
+| here        | 3.6                             | 3.7        | 3.8             | 3.9              |
+|-------------|---------------------------------|------------|-----------------|------------------|
+| aggregate   | triton.language.core._aggregate | as before  | gluon.aggregate | as before        |
+| barrier     | gl.thread_barrier               | gl.barrier | as before       | as before        |
+| reinterpret | shared memory's _reinterpret    | as before  | as before       | its reinterpret  |
+| async_load  | tma.async_copy_global_to_shared | as before  | tma.async_load, | the old name     |
+| async_store | tma.async_copy_shared_to_global | as before  | tma.async_store | raises when used |
 """
 
 from __future__ import annotations

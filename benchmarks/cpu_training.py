@@ -1,0 +1,125 @@
+"""Training on a CPU: forward and backward beside transformers' torch functions.
+
+    PYTHONPATH=src python benchmarks/cpu_training.py [--tokens 512] [--cpu-time]
+
+Lines: the delta rule alone (autograd through transformers' chunk function); a training step of a
+gated delta layer (all gradients, no optimizer) with projections so small that conv, gates, rule and
+norm are what is timed; and the same with Qwen3.5's hidden size, where projections are most of it.
+16/32 heads of 128, float32. Sides take turns in one process; a number is the best of its turns, in
+milliseconds. Gradients are compared first. ``--cpu-time`` counts the processor time of one thread
+in place of the clock: for a machine that others use.
+"""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
+
+import sluice
+from sluice.testing.compare import relative_error
+
+HK, HV, WIDTH, TURNS = 16, 32, 128, 6
+Times = tuple[float, float]
+clock = time.perf_counter
+
+
+def timed(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], by: torch.Tensor):
+    """Seconds of forward and of backward, and the gradients."""
+    start = clock()
+    y = forward()
+    middle = clock()
+    found = torch.autograd.grad(y, leaves, by)
+    return (middle - start, clock() - middle), found
+
+
+def line(name: str, ours: Callable, theirs: Callable, leaves: list, other: list, by) -> None:
+    """Compare, take turns, print."""
+    (_, a), (_, b) = timed(ours, leaves, by), timed(theirs, other, by)
+    worst = max(relative_error(x, y) for x, y in zip(a, b, strict=True))
+    times: list[list[Times]] = [[], []]
+    for _ in range(TURNS):
+        times[0].append(timed(ours, leaves, by)[0])
+        times[1].append(timed(theirs, other, by)[0])
+    best = [[1e3 * min(t[i] for t in side) for i in range(2)] for side in times]
+    total = [1e3 * min(sum(t) for t in side) for side in times]
+    print(
+        f"{name}: sluice {best[0][0]:.1f} + {best[0][1]:.1f} = {total[0]:.1f} ms, transformers "
+        f"{best[1][0]:.1f} + {best[1][1]:.1f} = {total[1]:.1f} ms: {total[1] / total[0]:.2f} x "
+        f"(gradients differ by {worst:.1e})",
+        flush=True,
+    )
+
+
+def rule(T: int) -> None:
+    """The delta rule alone."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, T, h, WIDTH) for h in (HK, HK, HV))
+    x = [y.requires_grad_() for y in (q, k, v, -0.1 * torch.rand(1, T, HV), torch.rand(1, T, HV))]
+    chunked = inspect.unwrap(stock.torch_chunk_gated_delta_rule)
+
+    def theirs() -> torch.Tensor:
+        q, k = (y.repeat_interleave(HV // HK, dim=2) for y in x[:2])
+        return chunked(q, k, x[2], g=x[3], beta=x[4], use_qk_l2norm_in_kernel=True)[0]
+
+    def ours() -> torch.Tensor:
+        return sluice.prefill(*x, normalize_qk=True)[0]
+
+    line(f"delta rule, {T} tokens", ours, theirs, x, x, torch.randn(1, T, HV, WIDTH))
+
+
+def layer(T: int, hidden: int) -> None:
+    """A training step of a layer of Qwen3.5's shape."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        hidden_size=hidden,
+        linear_num_key_heads=HK,
+        linear_num_value_heads=HV,
+        linear_key_head_dim=WIDTH,
+        linear_value_head_dim=WIDTH,
+        num_hidden_layers=4,
+    )
+    theirs = stock.Qwen3_5GatedDeltaNet(config, 0)
+    ours = sluice.accelerate(copy.deepcopy(theirs))
+    for name in (
+        "torch_chunk_gated_delta_rule",
+        "causal_conv1d_fn",
+        "torch_recurrent_gated_delta_rule",
+    ):
+        if hasattr(stock, name):  # stock's torch functions, also where FLA is installed
+            setattr(stock, name, inspect.unwrap(getattr(stock, name)))
+    x = torch.randn(1, T, hidden, requires_grad=True)
+    sides = [[x, *one.parameters()] for one in (ours, theirs)]
+    by = torch.randn(1, T, hidden)
+    line(f"layer, hidden size {hidden}, {T} tokens", lambda: ours(x), lambda: theirs(x), *sides, by)
+
+
+def main() -> None:
+    global clock
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--cpu-time", action="store_true")
+    args = parser.parse_args()
+    if args.cpu_time:
+        torch.set_num_threads(1)
+        clock = time.process_time
+    print(
+        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {clock.__name__}"
+    )
+    rule(args.tokens)
+    layer(args.tokens, 16)
+    layer(args.tokens, 2048)
+
+
+if __name__ == "__main__":
+    main()

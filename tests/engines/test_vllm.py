@@ -1,0 +1,140 @@
+"""The whole of vLLM with the plug-in gives the tokens of stock transformers, in float32."""
+
+from __future__ import annotations
+
+import statistics
+
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+from sluice.integrations import vllm as sluice_plugin
+from sluice.integrations.vllm import private
+from tests.engines import tiny
+from tests.engines.tiny import NEW_TOKENS
+from tests.engines.vllm_engine import NGRAM, Engine, calls, engine
+
+
+def _same(found, wanted):
+    """Every token of every prompt."""
+    wrong = {
+        i: (a, b) for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if list(a) != list(b)
+    }
+    assert not wrong, f"{len(wrong)} of {len(wanted)} prompts differ: {wrong}"
+
+
+def test_32_at_once_and_an_abort_in_the_middle(truth):
+    with engine(truth.folder) as e:
+        assert e.layers() == ["sluice.integrations.vllm.layer.SluiceGDN"] * 3
+        _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
+        assert calls()["decode"] > 0
+        assert calls()["prefill"] > 0
+        for i in range(8):
+            e.core.add_request(str(i), {"prompt_token_ids": truth.prompts[i]}, e.params(NEW_TOKENS))
+        finished = {}
+        for step in range(10 * NEW_TOKENS):
+            if step == 5:
+                e.core.abort_request(["1", "4"])
+            for out in e.core.step():
+                if out.finished and out.outputs[0].finish_reason != "abort":
+                    finished[int(out.request_id)] = out.outputs[0].token_ids
+            if not e.core.has_unfinished_requests():
+                break
+        rest = [0, 2, 3, 5, 6, 7]
+        assert sorted(finished) == rest
+        _same([finished[i] for i in rest], [truth.tokens[i] for i in rest])
+
+
+def test_chunked_prefill_with_a_small_budget(truth):
+    with engine(truth.folder, max_num_batched_tokens=40, max_num_seqs=16) as e:
+        _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
+        assert calls()["prefill"] > sum(map(len, truth.prompts)) / 40
+
+
+def test_preemption(truth):
+    """16 requests need another block at the same time, and there are blocks for half of them."""
+    with engine(truth.folder, num_gpu_blocks_override=36) as e:
+        more = tiny.prompts([e.block - 4], each=16, seed=4)
+        wanted, _ = tiny.greedy(truth.model, more, NEW_TOKENS)
+        prompts = more + truth.prompts[:48]
+        _same(e.tokens(prompts, NEW_TOKENS), wanted + truth.tokens[:48])
+        assert e.metric("num_preemptions") > 0
+
+
+def test_a_prefix_that_is_found_equals_one_that_is_not(truth):
+    """Reliability row 35. (With drafts as well, vLLM's CPU build copies states by a GPU kernel.)"""
+    with engine(
+        truth.folder, enable_prefix_caching=True, max_num_seqs=4, num_gpu_blocks_override=512
+    ) as e:
+        heads = tiny.prompts([e.block + 10], each=4, seed=2)
+        tails = tiny.prompts([1, 5, 20, 33, 40], seed=3)
+        prompts = [head + tail for tail in tails for head in heads]
+        wanted, _ = tiny.greedy(truth.model, prompts, NEW_TOKENS)
+        first = e.run(prompts, NEW_TOKENS)
+        again = e.run(prompts, NEW_TOKENS)
+        for outs in (first, again):
+            _same([o.outputs[0].token_ids for o in outs], wanted)
+        assert sum(o.num_cached_tokens > 0 for o in first) > 0
+        assert sum(o.num_cached_tokens > 0 for o in again) == len(prompts)
+        assert calls()["prefill with checkpoints"] > 0
+
+
+def test_drafts_of_which_some_are_rejected(truth):
+    """Reliability row 34."""
+    with engine(truth.folder, speculative_config=NGRAM) as e:
+        _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
+        drafted = e.metric("spec_decode_num_draft_tokens")
+        accepted = e.metric("spec_decode_num_accepted_tokens")
+        assert 0 < accepted < drafted
+        assert any("drafts" in kind for kind in calls())
+
+
+def test_bfloat16_is_as_close_to_float32_as_vllms_own(truth):
+    """The spread of bfloat16 is how far vLLM's own kernels are from float32, on average.
+
+    vLLM's own CPU kernels take no other dtype.
+    """
+    equal, error = {}, {}
+    for on in (False, True):
+        with engine(truth.folder, on=on, dtype="bfloat16") as e:
+            assert (("sluice" in e.layers()[0]), bool(calls())) == (on, False)
+            outs = e.run(truth.prompts, NEW_TOKENS, logprobs=5)
+        tokens = [o.outputs[0].token_ids for o in outs]
+        equal[on] = sum(
+            a == b
+            for x, y in zip(tokens, truth.tokens, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        error[on] = [
+            abs(got.logprob - float(wanted[token]))
+            for o, wanted in zip(outs, truth.logprobs, strict=True)
+            for token, got in o.outputs[0].logprobs[0].items()
+        ]
+    mean = {on: statistics.mean(x) for on, x in error.items()}
+    noise = statistics.stdev(error[False]) / len(error[False]) ** 0.5
+    assert equal[True] >= equal[False]
+    assert mean[True] <= mean[False] + 2 * noise
+
+
+def test_batch_invariant_mode_is_offered_with_vllms_own_metadata():
+    backend = private.invariant_backend()
+    assert backend.supports_batch_invariance()
+    assert backend.get_builder_cls() is GDNAttentionMetadataBuilder
+    assert backend is private.invariant_backend()
+
+
+def test_registering_again_changes_nothing_and_another_plug_in_stays(monkeypatch):
+    sluice_plugin.register()
+    sluice_plugin.register()
+    assert op_registry_oot[private.LAYER].__name__ == "SluiceGDN"
+    monkeypatch.setitem(op_registry_oot, private.LAYER, Engine)
+    sluice_plugin.register()
+    assert op_registry_oot[private.LAYER] is Engine
+
+
+def test_the_graph_that_vllm_traces(truth):
+    """vLLM's compilation, up to the code generator."""
+    prompts, wanted = truth.prompts[:8], truth.tokens[:8]
+    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+    with engine(truth.folder, **options) as e:
+        _same(e.tokens(prompts, NEW_TOKENS), wanted)
+        assert calls()["decode"] > 0

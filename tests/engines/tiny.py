@@ -1,0 +1,101 @@
+"""A small random Qwen3-Next on disk, prompts for it, and what transformers answers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY, NEW_TOKENS = 512, 12
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,  # as many bytes a token as make small blocks
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "max_position_embeddings": 2048,
+    "mamba_ssm_dtype": "float32",
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def model(seed: int = 0, **more: Any) -> nn.Module:
+    """Random float32 weights of a size that makes logits differ and states matter."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(seed)
+    made = Qwen3NextForCausalLM(Qwen3NextConfig(**{**CONFIG, **more}))
+    for module in made.modules():
+        kind = type(module).__name__
+        if kind.endswith("GatedDeltaNet"):
+            module.conv1d.weight.data.normal_(std=0.5)
+            module.A_log.data.uniform_(0.05, 4.0).log_()
+            module.dt_bias.data.uniform_(0.02, 0.2).expm1_().log_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_()
+        elif kind.endswith("TopKRouter"):  # far from a tie: other rounding, the same experts
+            module.weight.data.normal_(std=4 * module.weight.shape[-1] ** -0.5)
+        if isinstance(module, nn.Linear) or kind.endswith("Experts"):
+            for p in module.parameters(recurse=False):
+                p.data.normal_(std=p.shape[-1] ** -0.5)
+    return made.eval().requires_grad_(False)
+
+
+def save(made: nn.Module, folder: Path) -> Path:
+    """As a checkpoint that engines load."""
+    made.save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def prompts(lengths: list[int], each: int = 1, seed: int = 0) -> list[list[int]]:
+    """Random tokens: ``each`` prompts of each length, in an order that mixes them."""
+    draw = random.Random(seed)
+    made = [[draw.randrange(VOCABULARY) for _ in range(n)] for n in lengths for _ in range(each)]
+    draw.shuffle(made)
+    return made
+
+
+def greedy(
+    made: nn.Module, asked: list[list[int]], new: int
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """What stock transformers continues prompts with, and log probabilities of the first token.
+
+    Prompts of one length make a batch, so there is no padding.
+    """
+    from transformers import DynamicCache
+
+    found: list[list[int]] = [[] for _ in asked]
+    first = [torch.empty(0) for _ in asked]
+    rows: dict[int, list[int]] = {}
+    for i, prompt in enumerate(asked):
+        rows.setdefault(len(prompt), []).append(i)
+    for group in rows.values():
+        cache = DynamicCache(config=made.config)
+        step = torch.tensor([asked[i] for i in group])
+        with torch.inference_mode():
+            for t in range(new):
+                logits = made(step, past_key_values=cache, use_cache=True).logits[:, -1]
+                step = logits.argmax(-1, keepdim=True)
+                for i, row, token in zip(group, logits, step.flatten().tolist(), strict=True):
+                    found[i].append(token)
+                    if t == 0:
+                        first[i] = row.float().log_softmax(-1)
+    return found, first

@@ -1,0 +1,327 @@
+"""The vLLM plug-in's calls on made-up batches: no vLLM is needed.
+
+The judge is the same layer over each sequence alone, from its first token, without pages.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sluice import ops
+from sluice.integrations import engine_calls
+from sluice.integrations.vllm import batch, serve, switch, warm
+from sluice.layers.qwen import QwenShape
+from sluice.testing.compare import assert_within, tolerance
+
+PAGES = 40
+TOLERANCE = 10 * tolerance(torch.float32, device="cpu")  # conv, recurrence and norm in a row
+
+
+def _shape(order: str) -> QwenShape:
+    return QwenShape("test", 16, 2, 4, 1, (0,), head_k_dim=16, head_v_dim=8, order=order)
+
+
+class Engine:
+    """A layer with vLLM's pages, ``drafts`` extra columns in the conv state, all full of NaN."""
+
+    def __init__(self, order: str = "split", drafts: int = 0, dim_first: bool = False) -> None:
+        self.random = torch.Generator().manual_seed(0)
+        s = self.shape = _shape(order)
+        self.drafts = drafts
+        L, D = s.conv_width - 1 + drafts, s.conv_channels
+        conv = (D, L) if dim_first else (L, D)
+        words = L * D + s.num_v_heads * s.head_v_dim * s.head_k_dim
+        page = torch.full((PAGES, words + 16), float("nan"))
+        pages = page[:, : L * D].view(PAGES, *conv)
+        state = page[:, L * D : words].view(PAGES, s.num_v_heads, s.head_v_dim, s.head_k_dim)
+        self.page = page
+        self.layer = serve.Layer(
+            s,
+            self.draw(D, s.conv_width) / 2,
+            self.draw(s.num_v_heads),
+            self.draw(s.num_v_heads),
+            1 + self.draw(s.head_v_dim) / 10,
+            pages if dim_first else pages.transpose(1, 2),
+            state,
+            False,
+        )
+
+    def draw(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.random)
+
+    def inputs(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        s = self.shape
+        return self.draw(n, s.conv_channels + s.value_dim), self.draw(n, 2 * s.num_v_heads)
+
+    def alone(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+        """One sequence from its first token."""
+        s, w = self.shape, self.layer
+        qkv, z, b, a = serve.split(s, qkvz, ba)
+        q, k, v, g, beta = ops.conv_qkv(qkv[None], w.conv_weight, a=a[None], b=b[None], **w.heads())
+        o, _ = ops.prefill(q, k, v, g, beta)
+        out = torch.empty_like(o[0])
+        serve.norm(ops, w, o[0], z, out)
+        return out
+
+    def run(self, metadata: SimpleNamespace, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+        s = self.shape
+        out = torch.zeros(qkvz.shape[0], s.num_v_heads, s.head_v_dim)
+        serve.run(ops, self.layer, batch.read(metadata), qkvz, ba, out)
+        return out
+
+
+def _metadata(**given) -> SimpleNamespace:
+    """Nothing but what is given, as vLLM's dataclass has it."""
+    fields = dict.fromkeys(
+        (
+            "has_initial_state", "spec_query_start_loc", "non_spec_query_start_loc",
+            "spec_state_indices_tensor", "non_spec_state_indices_tensor", "spec_sequence_masks",
+            "spec_token_indx", "non_spec_token_indx", "num_accepted_tokens", "checkpoint",
+        )
+    )  # fmt: skip
+    counts = dict.fromkeys(("num_prefills", "num_decodes", "num_decode_tokens"), 0)
+    return SimpleNamespace(**{**fields, **counts, "num_spec_decodes": 0, **given})
+
+
+def _prompts(slots, lengths, known, decodes: int = 0, **more) -> SimpleNamespace:
+    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+    return _metadata(
+        num_prefills=len(slots) - decodes,
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        num_actual_tokens=int(borders[-1]),
+        non_spec_query_start_loc=borders,
+        non_spec_state_indices_tensor=torch.tensor(slots, dtype=torch.int32),
+        has_initial_state=torch.tensor(known),
+        **more,
+    )
+
+
+def _decodes(slots) -> SimpleNamespace:
+    n = len(slots)
+    return _metadata(
+        num_decodes=n,
+        num_decode_tokens=n,
+        num_actual_tokens=n,
+        non_spec_query_start_loc=torch.arange(n + 1, dtype=torch.int32),
+        non_spec_state_indices_tensor=torch.tensor(slots, dtype=torch.int32),
+    )
+
+
+def _drafts(slots, lengths, accepted, **more) -> SimpleNamespace:
+    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+    return _metadata(
+        **{
+            "num_spec_decodes": len(slots),
+            "num_actual_tokens": int(borders[-1]),
+            "spec_query_start_loc": borders,
+            "spec_state_indices_tensor": torch.tensor(slots, dtype=torch.int32),
+            "spec_sequence_masks": torch.ones(len(slots), dtype=torch.bool),
+            "num_accepted_tokens": torch.tensor(accepted, dtype=torch.int32),
+            **more,
+        }
+    )
+
+
+def _cat(*parts) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _part(x, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x[0][start:stop], x[1][start:stop]
+
+
+@pytest.mark.parametrize("order", ["split", "interleaved"])
+@pytest.mark.parametrize("dim_first", [False, True])
+def test_chunks_decode_and_padding_continue_a_prompt(order, dim_first):
+    e = Engine(order, dim_first=dim_first)
+    one, two = e.inputs(30), e.inputs(90)
+    want = [e.alone(*x) for x in (one, two)]
+    got = e.run(
+        _prompts([3, 5], [20, 70], [False, False]), *_cat(_part(one, 0, 20), _part(two, 0, 70))
+    )
+    assert_within(got, torch.cat([want[0][:20], want[1][:70]]), TOLERANCE, name="first chunks")
+    # a decode step beside the next chunk of a prompt
+    got = e.run(
+        _prompts([3, 5], [1, 15], [True, True], decodes=1),
+        *_cat(_part(one, 20, 21), _part(two, 70, 85)),
+    )
+    assert_within(got, torch.cat([want[0][20:21], want[1][70:85]]), TOLERANCE, name="mixed")
+    # a captured graph's decode step: the last two rows are padding, whatever they hold
+    rows = _cat(_part(two, 85, 86), _part(one, 21, 22), e.inputs(2))
+    rows[0][2:] = float("nan")
+    got = e.run(_decodes([5, 3, 0, 0]), *rows)
+    assert_within(got[:2], torch.cat([want[1][85:86], want[0][21:22]]), TOLERANCE, name="decode")
+    assert not got[2:].any()
+    untouched = [i for i in range(PAGES) if i not in (3, 5)]
+    assert e.page[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("order", ["split", "interleaved"])
+def test_drafts_continue_from_the_accepted_token(order):
+    """Reliability row 34: every step keeps some drafts; sequences differ in how many they had."""
+    T, e = 4, Engine(order, drafts=3)
+    prompts = [11, 2, 40]
+    slots = [[7, 8, 9, 10], [4, 3, 2, 1], [20, 22, 21, 23]]
+    truth = [e.inputs(n + 30) for n in prompts]
+    want = [e.alone(*x) for x in truth]
+    first = _cat(*(_part(x, 0, n) for x, n in zip(truth, prompts, strict=True)))
+    got = e.run(_prompts([s[0] for s in slots], prompts, [False] * 3), *first)
+    expected = torch.cat([w[:n] for w, n in zip(want, prompts, strict=True)])
+    assert_within(got, expected, TOLERANCE, name="prompts")
+    at, kept = list(prompts), [1, 1, 1]
+    # (tokens of each sequence, how many of them are right)
+    for lengths, right in (
+        ([4, 1, 3], [2, 1, 3]),
+        ([2, 4, 4], [1, 4, 1]),
+        ([1, 3, 4], [1, 1, 4]),
+        ([4, 4, 1], [4, 3, 1]),
+        ([3, 2, 4], [3, 2, 2]),
+    ):
+        parts = []
+        for x, p, n, good in zip(truth, at, lengths, right, strict=True):
+            parts += [_part(x, p, p + good), e.inputs(n - good)]  # then wrong ones
+        got = e.run(_drafts(slots, lengths, kept), *_cat(*parts))
+        begin = 0
+        for i, (n, good) in enumerate(zip(lengths, right, strict=True)):
+            expected = want[i][at[i] : at[i] + good]
+            assert_within(got[begin : begin + good], expected, TOLERANCE, name=f"row {i}")
+            begin += n
+            at[i] += good
+        kept = list(right)
+    assert e.drafts + 1 == T
+
+
+def test_drafts_beside_a_prompt_and_padding():
+    e = Engine(drafts=2)
+    old, new = e.inputs(30), e.inputs(12)
+    want = [e.alone(*x) for x in (old, new)]
+    e.run(_prompts([5], [20], [False]), *_part(old, 0, 20))
+    # tokens of the batch: the prompt's 12, then the drafts' 3
+    metadata = _drafts(
+        [[5, 6, 7]],
+        [3],
+        [1],
+        num_actual_tokens=15,
+        num_prefills=1,
+        non_spec_query_start_loc=torch.tensor([0, 12], dtype=torch.int32),
+        non_spec_state_indices_tensor=torch.tensor([9], dtype=torch.int32),
+        has_initial_state=torch.tensor([False]),
+        non_spec_token_indx=torch.arange(12),
+        spec_token_indx=torch.arange(12, 15),
+    )
+    got = e.run(metadata, *_cat(new, _part(old, 20, 23)))
+    assert_within(got, torch.cat([want[1], want[0][20:23]]), TOLERANCE, name="both")
+    # a captured graph: one real row, one padded, and token places behind the last border
+    metadata = _drafts([[5, 6, 7], [0, 0, 0]], [3, 0], [3, 1], num_actual_tokens=6)
+    got = e.run(metadata, *_cat(_part(old, 23, 26), e.inputs(3)))
+    assert_within(got[:3], want[0][23:26], TOLERANCE, name="padded")
+    assert not got[3:].any()
+    assert e.page[0].isnan().all()
+
+
+def test_a_checkpoint_is_the_state_of_a_prompt_cut_there():
+    e, whole = Engine(), Engine()
+    x = e.inputs(50)
+    checkpoint = SimpleNamespace(
+        state_indices=torch.tensor([0, 12], dtype=torch.int32),
+        checkpoint_offsets=torch.tensor([0, 37], dtype=torch.int32),
+    )
+    other = e.inputs(1)
+    e.run(_prompts([6], [4], [False]), *e.inputs(4))
+    e.run(
+        _prompts([6, 8], [1, 50], [True, False], decodes=1, checkpoint=checkpoint), *_cat(other, x)
+    )
+    whole.run(_prompts([8], [37], [False]), *_part(x, 0, 37))
+    for name in ("conv_state", "state"):
+        kept, cut = getattr(e.layer, name)[12], getattr(whole.layer, name)[8]
+        assert_within(kept, cut, TOLERANCE, name=name)
+    assert e.page[0].isnan().all()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("order", ["split", "interleaved"])
+def test_the_plan_lists_calls_that_operators_take(order, drafts):
+    e = Engine(order, drafts=drafts)
+    plan = warm.plan(e.layer, torch.float32, drafts, True, False)
+    engine_calls.check(plan, torch.device("cpu"))
+    assert {call.op for call in plan} == {"step", "conv_qkv", "prefill", "decode", "rms_norm_gated"}
+
+
+def test_a_prompts_bits_do_not_depend_on_the_batch_in_batch_invariant_mode():
+    e, alone = Engine(), Engine()
+    x, others = e.inputs(100), [e.inputs(n) for n in (70, 1, 33)]
+    for engine in (e, alone):
+        engine.layer = engine.layer._replace(batch_invariant=True)
+    got = e.run(
+        _prompts([9, 2, 4, 6], [70, 100, 1, 33], [False] * 4), *_cat(others[0], x, *others[1:])
+    )
+    want = alone.run(_prompts([2], [100], [False]), *x)
+    assert torch.equal(got[70:170], want)
+    assert torch.equal(e.layer.state[2], alone.layer.state[2])
+    assert torch.equal(e.layer.conv_state[2], alone.layer.conv_state[2])
+    plan = warm.plan(e.layer, torch.float32, 0, True, False)
+    modes = [call.make()[1]["batch_invariant"] for call in plan if call.op == "prefill"]
+    assert modes
+    assert all(modes)
+
+
+def _config(**more) -> SimpleNamespace:
+    cache = SimpleNamespace(mamba_cache_mode=more.pop("mode", "align"))
+    return SimpleNamespace(cache_config=cache, speculative_config=None, lora_config=None, **more)
+
+
+_QWEN = SimpleNamespace(hidden_act="silu", linear_key_head_dim=128, linear_value_head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("platform", "config", "layer", "reason"),
+    [
+        ("cuda", _config(), _QWEN, None),
+        ("cpu", _config(mode="none"), _QWEN, None),
+        ("rocm", _config(), _QWEN, "rocm"),
+        ("cuda", _config(mode="all"), _QWEN, "all"),
+        ("cuda", SimpleNamespace(**{**vars(_config()), "lora_config": 1}), _QWEN, "LoRA"),
+        ("cuda", _config(), SimpleNamespace(**{**vars(_QWEN), "hidden_act": "gelu"}), "gelu"),
+        (
+            "cuda",
+            _config(),
+            SimpleNamespace(**{**vars(_QWEN), "linear_key_head_dim": 512}),
+            "wider",
+        ),
+    ],
+)
+def test_what_stays_with_vllm(monkeypatch, platform, config, layer, reason):
+    monkeypatch.setattr(switch.private, "platform", lambda: platform)
+    found = switch.why_not(config, layer)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("drafts", "tree", "served"),
+    [
+        (3, None, True),
+        (8, None, True),
+        (9, None, False),
+        (2, "[(0,), (0, 0)]", True),
+        (2, "[(0,), (1,)]", False),
+    ],
+)
+def test_drafts_that_are_served(monkeypatch, drafts, tree, served):
+    monkeypatch.setattr(switch.private, "platform", lambda: "cuda")
+    config = _config()
+    config.speculative_config = SimpleNamespace(
+        num_speculative_tokens=drafts, speculative_token_tree=tree
+    )
+    assert (switch.why_not(config, _QWEN) is None) == served
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [({}, False), ({"sluice": True}, True), ({"sluice": False}, False), (None, False)],
+)
+def test_sluice_serves_only_where_it_was_asked(given, on):
+    assert switch.asked(SimpleNamespace(additional_config=given)) == on

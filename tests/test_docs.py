@@ -1,0 +1,141 @@
+"""The documentation: its Python runs, its links lead somewhere, its chart is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted(ROOT.glob("docs/**/*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+# guides whose Python runs, block after block: as it stands, or with a model that it speaks of
+RUN = ("start", "state-pool", "prefix-caching", "speculative-decoding", "dtypes")
+WITH_A_MODEL = ("transformers", "serving")
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```.*?^```[ \t]*$|^~~~.*?^~~~[ \t]*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\((?![a-z]+://|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path: Path) -> list[str]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def a_model(folder: Path) -> dict:
+    """Names that guides use for a model of the reader's own."""
+    pytest.importorskip("transformers")
+    from tests.models import stock_model
+
+    model = stock_model("qwen3_5")
+    model.save_pretrained(folder / "model")
+    linear = [x for x in model.model.layers if hasattr(x, "linear_attn")]
+    names = {"directory": folder / "model", "ids": torch.tensor([[5, 6, 7]]), "model": model}
+    kinds = {"slots": 4, "dtype": torch.float32, "device": "cpu"}
+    return {"sluice": sluice, "linear_layers": linear, **names, **kinds}
+
+
+@pytest.mark.parametrize("guide", [*RUN, *WITH_A_MODEL])
+def test_the_python_of_a_guide_runs(guide, tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict = {"__name__": guide} | (a_model(tmp_path) if guide in WITH_A_MODEL else {})
+    found = blocks(ROOT / "docs" / f"{guide}.md")
+    assert found
+    with sluice.use_backend("reference"):  # nothing is compiled
+        for i, code in enumerate(found):
+            exec(compile(code, f"{guide}.md, block {i + 1}", "exec"), names)
+
+
+def test_the_python_of_the_readme_runs():
+    first, *_ = blocks(ROOT / "README.md")
+    names: dict = {}
+    with sluice.use_backend("reference"):
+        exec(first, names)
+    assert names["o"].shape == (2, 1, 16, 128)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=_name)
+def test_all_python_of_a_page_is_python(path):
+    """Guides that need a model, a GPU or several ranks do not run here; they are at least valid."""
+    for code in blocks(path):
+        if "…" not in code and " -> (" not in code and ") -> y" not in code:
+            compile(code, _name(path), "exec")
+
+
+def _anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found: set[str] = set()
+    for line in FENCE.sub("", path.read_text(encoding="utf-8")).splitlines():
+        if heading := re.match(r"#+ +(.*)", line):
+            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1])
+            slug = re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")
+            found.add(slug)
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_every_link_leads_somewhere(path):
+    broken = []
+    for found in LINK.finditer(FENCE.sub("", path.read_text(encoding="utf-8"))):
+        target = (path.parent / found[1]).resolve() if found[1] else path
+        if not target.exists() or (
+            found[2] and target.suffix == ".md" and found[2][1:] not in _anchors(target)
+        ):
+            broken.append(found[0])
+    assert not broken
+
+
+def test_every_page_is_in_the_sites_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[1]
+    listed = set(re.findall(r"(\S+\.md)$", nav, re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in DOCS} - {"README.md"}
+    elsewhere = {"contributing.md", "changelog.md", "measuring.md", "security.md"}
+    assert listed == pages | elsewhere
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/reference/*.md"))
+    shown = set(re.findall(r"^::: sluice\.(\w+)$", text, re.MULTILINE))
+    shown |= {"accelerate", "restore"}  # with the rest of their module
+    assert set(sluice.__all__) - shown == {"__version__"}
+
+
+def _tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_chart_is_that_of_the_committed_results():
+    for path, text in _tool("charts").charts().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run `make bench-docs`"
+
+
+def test_the_chart_has_a_bar_for_a_loss():
+    charts = _tool("charts")
+    text = charts.draw([("a machine", [charts.Bar("decode", 0.5, "2 s, peer 1 s")])], "light")
+    assert charts.COLOURS["light"]["loss"] in text
+    assert ">0.5x<" in text
+    assert charts._times(0.9974) == "0.997x"
+    assert charts._times(1 / 5523) == "1/5,523 "
+
+
+def test_docstrings_are_shown_without_signs_for_terminals():
+    pytest.importorskip("griffe")
+    docstrings = _tool("docstrings")
+    text = docstrings.LITERAL.sub(docstrings._opening, "Rows::\n\n    y = x\n\n::\n\n    z\n")
+    assert "::" not in text
+    shown = docstrings.EXAMPLE.search("text\n\n>>> f(1)\n[1, 2]\n>>> g()\n3\n\nmore")
+    assert shown[0] == ">>> f(1)\n[1, 2]\n>>> g()\n3\n"
+    assert docstrings.ROLE.sub(r"`\1`", "see :func:`prefill`") == "see `prefill`"

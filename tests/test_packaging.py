@@ -1,0 +1,103 @@
+"""What an installed package says of itself: name, version, extras, links, archives."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sluice
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+TEXTS = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "src/**/*.py", "examples/*.py", ".github/**/*.md")
+    for path in ROOT.glob(pattern)
+]
+INSTALLED = re.compile(r"""pip install (?:-\S+ )*["']?([\w.-]+)\[([\w,]+)\]""")
+
+
+def test_the_version_is_written_once():
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for path in [*ROOT.glob("src/**/*.py"), ROOT / "pyproject.toml", ROOT / "setup.py"]
+        if f'"{sluice.__version__}"' in path.read_text(encoding="utf-8")
+    ]
+    assert found == ["src/sluice/version.py"]
+    assert "version" in PROJECT["dynamic"]
+
+
+def _wrong(text: str) -> list[str]:
+    """Commands that would install another project, or ask for an extra that does not exist."""
+    found = [
+        f"{name}[{extras}]"
+        for name, extras in INSTALLED.findall(text)
+        if name not in (PROJECT["name"], ".") or set(extras.split(",")) - EXTRAS.keys()
+    ]
+    return found + re.findall(r"pip install (?:-\S+ )*sluice(?![-\w/])", text)
+
+
+def test_every_command_that_installs_names_this_distribution_and_extras_it_has():
+    wrong = {path.name: bad for path in TEXTS if (bad := _wrong(path.read_text(encoding="utf-8")))}
+    assert not wrong
+
+
+def test_a_command_that_installs_another_project_is_found():
+    other = "sluice"
+    assert _wrong(f"pip install '{other}[cpu]'")
+    assert _wrong(f"pip install {other}\n")
+    assert _wrong("pip install 'sluice-gdn[no_such_extra]'")
+    assert not _wrong("pip install 'sluice-gdn[cpu,cli]' and pip install '.[onnx]'")
+
+
+def test_users_of_transformers_get_the_kernels_for_a_cpu():
+    assert "sluice-gdn[cpu]" in EXTRAS["transformers"]
+
+
+def _setup():
+    code = (ROOT / "setup.py").read_text(encoding="utf-8")
+    names: dict = {"__name__": "setup", "__file__": str(ROOT / "setup.py")}
+    exec(compile(code, "setup.py", "exec"), names)
+    return names
+
+
+def test_the_readme_of_a_package_index_has_no_relative_links():
+    pytest.importorskip("setuptools")
+    setup = _setup()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    link = re.compile(r"\]\((?!https?://|#)|(?:src|srcset)=\"(?!https?://)")
+    assert link.search(text)
+    for repository in ("", "https://example.org/sluice"):
+        shown = setup["readme"](text, repository)
+        assert not link.search(shown)
+        assert ("example.org/sluice/blob/main/docs/" in shown) == bool(repository)
+    assert setup["urls"]("") == {}
+    assert setup["urls"]("https://example.org/s")["Issues"] == "https://example.org/s/issues"
+
+
+def test_the_source_distribution_has_every_file_of_the_repository():
+    """MANIFEST.in against the repository's own list; ``make wheel`` looks at the archive."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    kept = set()
+    for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines():
+        command, *words = line.split() or ["#"]
+        if command == "include":
+            kept |= {name for name in listed for w in words if Path(name).match(w)}
+        elif command == "graft":
+            kept |= {name for name in listed for w in words if name.startswith(f"{w}/")}
+    always = {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "setup.py"}
+    assert {n for n in listed if not n.startswith("packages/")} - kept - always == {".gitignore"}

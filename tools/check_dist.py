@@ -1,0 +1,110 @@
+"""Whether what ``make wheel`` built is right: ``python tools/check_dist.py dist``.
+
+The source distribution must hold the files of the repository. Every wheel is installed into an
+empty environment, where ``import sluice`` may not warn, the README's Python runs, and so do
+``sluice doctor`` and ``sluice --version``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NAME = "sluice_gdn"
+NOT_SHIPPED = {".gitignore"}
+"""Files of the repository that only a clone needs."""
+
+
+def main(dist: Path) -> None:
+    """Check every archive in ``dist``."""
+    version = re.search(
+        r'__version__ = "(.+)"', (ROOT / "src" / "sluice" / "version.py").read_text()
+    )
+    assert version is not None
+    sdist, wheel = (dist / f"{NAME}-{version[1]}{end}" for end in (".tar.gz", "-py3-none-any.whl"))
+    check_sdist(sdist)
+    check_wheel(wheel)
+    check_installed(sorted(dist.glob("*.whl")), version[1])
+
+
+def check_sdist(path: Path) -> None:
+    """Nothing that the repository has is absent, and nothing is there that it does not have."""
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+        folders = {m.name.split("/", 1)[1] for m in archive if m.isdir() and "/" in m.name}
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    # packages/ holds other distributions, which have archives of their own
+    kept = {n for n in listed.stdout.split("\n") if n and not n.startswith("packages/")}
+    kept = {name for name in kept if (ROOT / name).is_file()} - NOT_SHIPPED
+    made = {n for n in names if n in ("PKG-INFO", "setup.cfg") or ".egg-info" in n}
+    extra = names - kept - made - folders
+    assert not kept - names, f"{path.name} lacks {sorted(kept - names)}"
+    assert not extra, f"{path.name} should not have {sorted(extra)}"
+    print(f"{path.name}: the {len(kept)} files of the repository, {path.stat().st_size >> 10} KiB")
+
+
+def check_wheel(path: Path) -> None:
+    """The package and its data, no tests."""
+    with zipfile.ZipFile(path) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    kept = {
+        file.relative_to(ROOT / "src").as_posix()
+        for file in (ROOT / "src").rglob("*")
+        if file.is_file() and file.suffix not in (".pyc", ".nbc", ".nbi")
+        if ".egg-info" not in file.as_posix()
+    }
+    assert names == kept, f"{path.name}: {sorted(names ^ kept)} differ"
+    print(f"{path.name}: {len(kept)} files, {path.stat().st_size >> 10} KiB")
+
+
+def check_installed(wheels: list[Path], version: str) -> None:
+    """The wheels in an empty environment, away from the repository."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        venv.create(place / "venv", with_pip=True)
+        bin_ = place / "venv" / "bin"
+        pip = [str(bin_ / "python"), "-m", "pip", "install", "--quiet"]
+        pip += ["--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt")]
+        print("installing into an empty environment (torch is the long download) ...", flush=True)
+        _run([*pip, "numpy", *(str(w.resolve()) for w in wheels)], place)  # torch warns without it
+        said = _run([str(bin_ / "python"), "-W", "error", "-c", "import sluice"], place)
+        assert not said, said
+        print("  import sluice: no warning")
+        for snippet in readme_snippets():
+            _run([str(bin_ / "python"), "-c", snippet], place)
+        print("  the README's Python: runs")
+        assert _run([str(bin_ / "sluice"), "--version"], place).strip() == f"sluice {version}"
+        report = _run([str(bin_ / "sluice"), "doctor"], place)
+        assert f"sluice {version}" in report
+        assert "reference" in report
+        print("  sluice doctor:")
+        print("    " + "\n    ".join(report.splitlines()[:20]))
+
+
+def readme_snippets() -> list[str]:
+    """The README's Python that runs as it stands."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"```python\n(import torch, sluice\n.*?)```", text, re.DOTALL)
+    assert found, "README.md: no snippet begins with 'import torch, sluice'"
+    return found
+
+
+def _run(command: list[str], place: Path) -> str:
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
