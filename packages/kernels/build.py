@@ -48,7 +48,7 @@ FACTS = {
     "sm_120": gpu.Facts((12, 0), 188, 99 << 10),
 }
 RUN: dict[str, str] = {}
-"""Targets whose package ran on a GPU, and on which; kernels of the others were compiled, no more."""
+"""Targets whose package ran on a GPU, and on which; the others were compiled, no more."""
 DTYPES = (torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 SLOT_DTYPES = (torch.int32, torch.int64)
