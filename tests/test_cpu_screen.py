@@ -23,7 +23,7 @@ def decode(N=3, **options):
     ("options", "argument"),
     [
         ({"slots": torch.tensor([0, 1, 4])}, "slots"),
-        ({"slots": torch.tensor([0, 1, 1])}, "write_slots"),
+        ({"slots": torch.tensor([0, 1, 1])}, "decode: slots: expected no slot twice"),
         (
             {"slots": torch.tensor([0, 1, 2]), "write_slots": torch.tensor([1, 3, -1])},
             "write_slots",

@@ -80,8 +80,11 @@ def test_a_prefix_that_is_found_equals_one_that_is_not(truth):
 
 def test_drafts_of_which_some_are_rejected(truth):
     """Reliability row 34."""
+    prompts, tokens = truth.prompts[:16], 6 * NEW_TOKENS  # long enough for text to repeat itself
+    wanted, _ = tiny.greedy(truth.model, prompts, tokens)
     with engine(truth.folder, speculative_config=NGRAM) as e:
         _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
+        _same(e.tokens(prompts, tokens), wanted)
         drafted = e.metric("spec_decode_num_draft_tokens")
         accepted = e.metric("spec_decode_num_accepted_tokens")
         assert 0 < accepted < drafted

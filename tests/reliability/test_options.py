@@ -69,9 +69,11 @@ CHANGES: dict[str, Callable[[Call], dict[str, Any]]] = {
     "num_v_heads": given("num_v_heads", 2),
     "head_k_dim": given("head_k_dim", 4),
     "head_v_dim": given("head_v_dim", 4),
+    "initial_state": lambda call: {"initial_state": call.pools["state"][:2].clone()},
 }
 SAME = ("out", "backend", "batch_invariant")  # their effects are tested below
-REFUSED = {  # two rows of four tokens cannot be read in this way
+REFUSED = {  # two rows of four tokens cannot be read in this way; a pool has the states already
+    *((op, "initial_state") for op in ("prefill", "causal_conv1d", "conv_qkv")),
     *((op, name) for op in OPS for name in ("cu_seqlens", "cu_seqlens_cpu", "layout")),
     *(("conv_qkv", name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")),
 }
