@@ -16,7 +16,6 @@ import torch
 from sluice.backends import Launch, module_of
 from sluice.backends import triton as portable
 from sluice.backends.triton import gpu, shipped, toolchain
-from sluice.contract.chunk_length import CHUNK
 from sluice.contract.errors import GaveUpError
 from sluice.contract.meta import Meta
 from sluice.contract.spec import DeltaSpec, Spec
@@ -121,12 +120,6 @@ def refuse(spec: Spec) -> str | None:
         (p.delta, f"the delta rule, not the {p.rule} rule"),
         (p.decay != "key", "decay per head, not per key"),
         (p.HQ <= p.HV, f"no more query heads than value heads, not {p.HQ} and {p.HV}"),
-        (
-            p.checkpoints != "positions"
-            and p.checkpoint_every % CHUNK == 0
-            or p.state_dtype == torch.float32,
-            f"checkpoints inside chunks of {CHUNK} tokens in float32, not {p.state_dtype}",
-        ),
         (p.N > 0 and p.T > 0, "at least one token"),
     )
     reason = next((text for ok, text in limits if not ok), None)

@@ -199,6 +199,9 @@ def _states_call(
     saves = dict.fromkeys(("checkpoint_slots_ptr", "checkpoint_positions_ptr", "M", "every"))
     if output and p.checkpoint_slots is not None:
         saves = portable.checkpoints(p, memory)
+    waiting = None
+    if output and tails(p) and p.state_dtype != torch.float32:
+        waiting = memory.scratch("ws.waiting", tails(p), p.HV, p.V, p.K)
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
     return _call(
         STATE,
@@ -224,6 +227,7 @@ def _states_call(
         write_slots_ptr=memory.dense("write_slots"),
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
         **saves,
+        waiting_ptr=waiting,
         scale=p.q_scale,
         N=p.N,
         T=p.T,

@@ -3,7 +3,8 @@
 A checkpoint after a whole number of chunks is the state that the chain has there: a run of chunks
 ends at it. Any other one is made by its *tail*, the tokens of its last chunk that come before it,
 as in a call that ended there: the parallel half makes Ag of the tail by itself, the state at the
-border of the chunk waits in the checkpoint's own slot, and tails run after the last chunk.
+border of the chunk waits in float32 (in the checkpoint's own slot if the pool is float32, else in
+the workspace), and tails run after the last chunk.
 """
 
 # ruff: noqa: RET505 (constexpr branches stay if/else)
@@ -31,6 +32,8 @@ class Checkpoints:
     state_ptr: gl.tensor | gl.constexpr  # the head's states
     stride_state_p: gl.tensor | gl.constexpr
     pad_slot: gl.tensor | gl.constexpr
+    waiting_ptr: gl.tensor | gl.constexpr  # the head's waiting states; None: they wait in slots
+    stride_waiting: gl.tensor | gl.constexpr
     TAILS: gl.constexpr  # whether there may be tails
 
 
@@ -82,3 +85,21 @@ def slot_of(saves, j):
     """Where checkpoint j lies, and whether it is kept at all."""
     slot = gl.load(saves.slots_ptr + j).to(gl.int64)
     return saves.state_ptr + slot * saves.stride_state_p, slot > saves.pad_slot
+
+
+@gluon.jit
+def slot_at(saves, border):
+    """Where the state before chunk ``border`` is kept, and whether it is; without tails."""
+    j = (saves.before + border * C) // saves.every - 1
+    on = (j < saves.number) & (token_of(saves, j) >= 0)
+    slot = gl.load(saves.slots_ptr + j, mask=on, other=-1).to(gl.int64)
+    return saves.state_ptr + slot * saves.stride_state_p, on & (slot > saves.pad_slot)
+
+
+@gluon.jit
+def waiting_at(saves, j, saved_ptr):
+    """Where the state before the tail of checkpoint j waits."""
+    if saves.waiting_ptr is None:
+        return saved_ptr
+    else:
+        return saves.waiting_ptr + j.to(gl.int64) * saves.stride_waiting

@@ -80,6 +80,7 @@ def hopper_state_kernel(
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     checkpoint_slots_ptr,  # [N, M]; None: no checkpoints
     checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
+    waiting_ptr,  # [N, M, HV, V, K] float32: states before tails; None: they wait in their slots
     scale,
     N,
     T,
@@ -174,17 +175,21 @@ def hopper_state_kernel(
     live_tokens = gl.where(live, tokens, 0)
     if checkpoint_slots_ptr is None:
         saves = Checkpoints(
-            None, None, None, None, None, None, None, None, None, None, False
+            None, None, None, None, None, None, None, None, None, None, None, None, False
         )  # fmt: skip
     else:
         if checkpoint_positions_ptr is not None:
             checkpoint_positions_ptr += gl.minimum(seq, N - 1).to(gl.int64) * M
+        stride_waiting = HV.to(gl.int64) * (V * K)
+        if waiting_ptr is not None:
+            waiting_ptr += gl.minimum(seq, N - 1) * M * stride_waiting + head_v * (V * K)
         saves = Checkpoints(
             slots_ptr=checkpoint_slots_ptr + gl.minimum(seq, N - 1).to(gl.int64) * M,
             positions_ptr=checkpoint_positions_ptr, every=every, number=M,
             before=row - start, tokens=live_tokens,
             tail_row=stride_gates_h - (N - seq) * M * C,
-            state_ptr=state_ptr, stride_state_p=stride_state_p, pad_slot=pad_slot, TAILS=TAILS,
+            state_ptr=state_ptr, stride_state_p=stride_state_p, pad_slot=pad_slot,
+            waiting_ptr=waiting_ptr, stride_waiting=stride_waiting, TAILS=TAILS,
         )  # fmt: skip
     loader = LoaderArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, ag_desc=ag_desc,

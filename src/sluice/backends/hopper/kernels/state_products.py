@@ -38,7 +38,7 @@ def run_products(args, sizes):
     if args.saves.TAILS:
         begin, stop = candidates(args.saves, 0, args.tokens)
         for j in range(begin, stop):
-            border, count = tail_of(args.saves, j)
+            _, count = tail_of(args.saves, j)
             if count > 0:
                 make_products(args, sizes, count, stage, phase)
                 stage, phase = advance(stage, phase, sizes.STAGES)
