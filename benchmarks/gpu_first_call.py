@@ -78,10 +78,9 @@ def main() -> None:
     import torch
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.model}, TP {args.tp}")
-    print(
-        f"{args.jobs} at a time\n{'seconds':24} {'torch':>8} {'sluice':>8} {'first':>8} {'second':>10}",
-        flush=True,
-    )
+    print(f"{args.jobs} at a time")
+    head = f"{'torch':>8} {'sluice':>8} {'first':>8} {'second':>10}"
+    print(f"{'seconds':24} {head}  served by", flush=True)
     command = [sys.executable, __file__, "--model", args.model, "--tp", str(args.tp)]
     command += ["--without-triton"] * args.without_triton + ["--only"]
 
