@@ -16,10 +16,10 @@ from sluice.backends.cpu.block import Fields
 from sluice.backends.cpu.llvm import BF16, F16, F32, F64
 from sluice.backends.cpu.one_token import serves
 from sluice.backends.cpu.operands import HEAD_DECAY, KEY_DECAY, NO_DECAY
+from sluice.contract.draft_spec import CommitSpec, VerifySpec
 from sluice.contract.meta import Meta
 from sluice.contract.spec import (
     MAX_DECODE_TOKENS,
-    CommitSpec,
     ConvQkvSpec,
     ConvSpec,
     DeltaSpec,

@@ -41,7 +41,7 @@ from sluice.backends.cpu.state import (
 from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.vmath import vexp
 from sluice.contract import values
-from sluice.contract.spec import CommitSpec, DeltaSpec
+from sluice.contract.draft_spec import CommitSpec, VerifySpec
 
 VK1, VK2, VK4, VK8 = (fold_vk(M, True) for M in (1, 2, 4, 8))
 KV1, KV2, KV4, KV8 = (fold_kv(M, 2, True) for M in (1, 2, 4, 8))

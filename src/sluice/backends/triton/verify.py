@@ -5,7 +5,7 @@ from __future__ import annotations
 from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import Binding, Kernel, kernel_call
 from sluice.backends.triton.launch import Launches
-from sluice.contract.spec import CommitSpec
+from sluice.contract.draft_spec import CommitSpec
 
 COMMIT = Kernel("sluice.backends.triton.kernels.verify", "commit_kernel")
 
