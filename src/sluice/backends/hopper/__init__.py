@@ -120,7 +120,6 @@ def refuse(spec: Spec) -> str | None:
         (p.delta, f"the delta rule, not the {p.rule} rule"),
         (p.decay != "key", "decay per head, not per key"),
         (p.HQ <= p.HV, f"no more query heads than value heads, not {p.HQ} and {p.HV}"),
-        (p.checkpoints == "none", "no checkpoints"),
         (p.N > 0 and p.T > 0, "at least one token"),
     )
     reason = next((text for ok, text in limits if not ok), None)

@@ -10,7 +10,7 @@ so is each value column of D, here. In bfloat16 their product would lose two bit
 (``hard_chunk``).
 """
 
-# ruff: noqa: RET505 (constexpr branches stay if/else)
+# ruff: noqa: RET505, SIM102 (constexpr branches stay if/else, and apart)
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ from sluice.backends.hopper.kernels.constants import GROUP_V, C
 from sluice.backends.hopper.kernels.gluon_api import async_store, barrier, reinterpret
 from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
 from sluice.backends.hopper.kernels.state_args import advance
+from sluice.backends.hopper.kernels.state_checkpoints import (
+    candidates,
+    next_border,
+    slot_at,
+    slot_of,
+    tail_of,
+    token_of,
+    waiting_at,
+)
 
 
 @gluon.jit
@@ -36,6 +45,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     K: gl.constexpr = sizes.K
     GROUPS: gl.constexpr = sizes.GROUPS
     OUTPUT: gl.constexpr = sizes.OUTPUT
+    KEEPS: gl.constexpr = args.saves.slots_ptr is not None
     tiles = args.tiles
     factors = args.factors
     barriers = args.barriers
@@ -65,8 +75,21 @@ def run_state(args, sizes, GROUP: gl.constexpr):
         turns = 0
         stage = 0
         phase = 0
+        if KEEPS:
+            ordinary = 0  # chunks from this one on that are known not to be hard
+            if not args.saves.TAILS:
+                border = next_border(args.saves, chunk)
+                saved_ptr, kept = slot_at(args.saves, border)
         while chunk < chunks:
-            run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
+            if KEEPS:
+                if ordinary == 0:
+                    ordinary = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
+                if args.saves.TAILS:
+                    keep_states(args.saves, S, chunk, first_v, sizes)
+                    border = next_border(args.saves, chunk)
+                run = gl.minimum(ordinary, border - chunk)
+            else:
+                run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
             mbarrier.wait(barriers.tiles_ready.index(stage), phase)
             mbarrier.wait(barriers.qkg_ready.index(stage), phase)
             if run == 0:
@@ -158,13 +181,58 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                     stage = next_stage
                 chunk += run
                 turns += run
+                if KEEPS:
+                    ordinary -= run
+            if KEEPS and not args.saves.TAILS:
+                if chunk == border:
+                    if kept:
+                        nothing = gl.minimum(chunk, 0)  # see the end of run_state
+                        store_state(saved_ptr, S, first_v + nothing, sizes)
+                    # the next slot arrives while the chunks before it are computed
+                    border = next_border(args.saves, chunk)
+                    saved_ptr, kept = slot_at(args.saves, border)
         if OUTPUT:
             tma.store_wait(0)
+        if args.saves.TAILS:
+            keep_states(args.saves, S, chunk, first_v, sizes)
         if args.write:
             # The compiler cannot know that this is 0. If it did, it would keep the offsets of
             # load_state through the loop, in half of the registers.
             nothing = gl.minimum(tokens, 0)
             store_state(args.target_ptr, S, first_v + nothing, sizes)
+        if args.saves.TAILS:
+            begin, stop = candidates(args.saves, 0, tokens)
+            for j in range(begin, stop):
+                border, count = tail_of(args.saves, j)
+                if count > 0:
+                    saved_ptr, kept = slot_of(args.saves, j)
+                    border_ptr = waiting_at(args.saves, j, saved_ptr)
+                    nothing = gl.minimum(count, 0)
+                    at = state_offsets(first_v + nothing, K, sizes.V, sizes.STATE_KV)
+                    S = gl.load(border_ptr + at, mask=(at >= 0) & kept, other=0.0)
+                    mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+                    mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+                    S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+                    barrier()
+                    mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                    if kept:
+                        store_state(saved_ptr, S, first_v + nothing, sizes)
+                    stage, phase = advance(stage, phase, sizes.STAGES)
+
+
+@gluon.jit
+def keep_states(saves, S, chunk, first_v, sizes):
+    """Store the state before ``chunk`` for every checkpoint there, and for those with a tail."""
+    begin, stop = candidates(saves, chunk * C, chunk * C + C - 1)
+    for j in range(begin, stop):
+        at = token_of(saves, j)
+        if (at >= 0) & (at // C == chunk):
+            saved_ptr, kept = slot_of(saves, j)
+            nothing = gl.minimum(chunk, 0)  # see the end of run_state
+            if kept & (at % C == 0):
+                store_state(saved_ptr, S, first_v + nothing, sizes)
+            if kept & (at % C != 0):
+                store_state(waiting_at(saves, j, saved_ptr), S, first_v + nothing, sizes)
 
 
 @gluon.jit
@@ -191,8 +259,8 @@ def hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP: gl.constexpr):
     if OUTPUT:
         u, o = split_uo(u)
     v = load_values(v_smem, has_values, OUTPUT)
-    w = v * per_token(factors.beta, stage)
-    w = w - u * per_token(factors.beta_decay_in, stage)
+    # fused by hand: the compiler may choose either product, and the bits would depend on the kernel
+    w = gl.fma(-u, per_token(factors.beta_decay_in, stage), v * per_token(factors.beta, stage))
     w_left, _, down = to_float16(w)
     ag_t = reinterpret(ag_smem, gl.float16, [C, C], square).permute((1, 0))
     zero = gl.zeros([GROUP_V, C], gl.float32, acc_c)
@@ -202,13 +270,14 @@ def hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP: gl.constexpr):
         o = o * per_token(factors.qs_up, stage) * up
         o = warpgroup_mma(d_left, qkg_smem.permute((1, 0)), o)
         o = o * per_token(factors.o_down, stage) * down
-    d = d * per_token(factors.decay_out, stage)
+    decay_out = per_token(factors.decay_out, stage)
+    d_out = (d * decay_out).to(dtype)
+    rest = gl.fma(d, decay_out, -d_out.to(gl.float32))
     decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, S.type.layout))
     S = S * gl.expand_dims(decay_all, 1)
     k_smem = kq_smem.slice(0, C, 0)
-    rest = d - d.to(dtype).to(gl.float32)
     S = warpgroup_mma(gl.convert_layout(rest, left_k).to(dtype), k_smem, S)
-    S = warpgroup_mma(gl.convert_layout(d, left_k).to(dtype), k_smem, S)
+    S = warpgroup_mma(gl.convert_layout(d_out, left_k), k_smem, S)
     return S, o
 
 

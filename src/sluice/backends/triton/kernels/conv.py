@@ -104,7 +104,7 @@ def conv_kernel(
     stride_y_b,
     stride_y_t,
     stride_y_d,
-    D: tl.constexpr,
+    D,
     L: tl.constexpr,
     W: tl.constexpr,
     UNIT_T: tl.constexpr,
@@ -115,15 +115,15 @@ def conv_kernel(
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    columns = (D + BLOCK_D - 1) // BLOCK_D
     begin()
     pid = tl.program_id(0)
     unit = locate(
-        pid // COLUMNS, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
+        pid // columns, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
         UNIT_T,
     )  # fmt: skip
     length = unit.length
-    offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    offs_d = ((pid % columns) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
     x_ptr += unit.batch * stride_x_b + unit.start * stride_x_t
     y_ptr += unit.batch * stride_y_b + unit.start * stride_y_t
@@ -195,20 +195,20 @@ def conv_one_kernel(
     stride_state_l,
     stride_y_b,
     stride_y_d,
-    D: tl.constexpr,
+    D,
     L: tl.constexpr,
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    columns = (D + BLOCK_D - 1) // BLOCK_D
     begin()
     pid = tl.program_id(0)
     unit = locate(
-        pid // COLUMNS, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1
+        pid // columns, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1
     )
-    offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    offs_d = ((pid % columns) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
     rolled_ptr = None

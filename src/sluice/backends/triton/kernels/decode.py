@@ -156,7 +156,7 @@ def advance(
 
 # A serving process changes these sizes from call to call, and these strides cannot make a load
 # wider: no variant of the kernel is compiled for their values.
-_FREE = ["N", "T", "pad_slot"]
+_FREE = ["N", "T", "pad_slot", "HV", "R_Q", "R_K"]
 _FREE += [f"stride_{name}_{dim}" for name in ("v", "g", "beta", "o") for dim in "bth"]
 _UNALIGNED = [*INDICES, *GATES, "v_ptr", "o_ptr"]
 
@@ -203,9 +203,10 @@ def decode_kernel(
     stride_o_t,
     stride_o_h,
     stride_state_p,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_Q,  # value heads per query head; 1 if there are fewer
+    R_K,  # value heads per key head
+    READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -218,8 +219,6 @@ def decode_kernel(
     STATE_KV: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    READERS: tl.constexpr = HQ // HV if HQ > HV else 1
-    STATES: tl.constexpr = HV // HQ if HV > HQ else 1
     GATED: tl.constexpr = g_ptr is not None
     DELTA: tl.constexpr = beta_ptr is not None
     RAW: tl.constexpr = A_log_ptr is not None
@@ -227,9 +226,11 @@ def decode_kernel(
     begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
-    head_v = ((pid // BLOCKS) % HV).to(tl.int64)
-    seq = (pid // (BLOCKS * HV)).to(tl.int64)
-    head_k = head_v // (HV // HK)
+    head_v = (pid // BLOCKS) % HV
+    seq = (pid // BLOCKS // HV).to(tl.int64)
+    head_q = (head_v * READERS // R_Q).to(tl.int64)
+    head_k = (head_v // R_K).to(tl.int64)
+    head_v = head_v.to(tl.int64)
     offs_v = pid_v * BLOCK_V + tl.arange(0, BLOCK_V)
 
     slot = seq
@@ -245,7 +246,7 @@ def decode_kernel(
         start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
         end = tl.load(cu_seqlens_ptr + seq + 1).to(tl.int64)
 
-    q_ptr += batch * stride_q_b + (head_v * READERS // STATES) * stride_q_h
+    q_ptr += batch * stride_q_b + head_q * stride_q_h
     k_ptr += batch * stride_k_b + head_k * stride_k_h
     v_ptr += batch * stride_v_b + head_v * stride_v_h
     o_ptr += batch * stride_o_b + (head_v * READERS) * stride_o_h
@@ -302,7 +303,7 @@ def decode_kernel(
             tl.store(draft_d_ptr + (token * HV + head_v) * V + offs_v, d, mask=live & (offs_v < V))
             if pid_v == 0 and live:
                 store_draft(
-                    draft_k_ptr, draft_g_ptr, k32, g32, token, head_v, HK, HV, K, PIECE_K,
+                    draft_k_ptr, draft_g_ptr, k32, g32, token, head_k, head_v, HV, R_K, K, PIECE_K,
                     DECAY_PER_KEY,
                 )  # fmt: skip
         if not ONE_TOKEN:
@@ -328,9 +329,10 @@ def store_draft(
     k,
     g,
     token,
+    head_k,
     head_v,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_K,
     K: tl.constexpr,
     PIECE_K: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
@@ -338,8 +340,8 @@ def store_draft(
     """Store a token's k and g for ``commit``; the first value head of a key head stores its k."""
     for j in tl.static_range(len(k)):
         offs_k = j * PIECE_K + tl.arange(0, PIECE_K)
-        first = head_v % (HV // HK) == 0
-        at = draft_k_ptr + (token * HK + head_v // (HV // HK)) * K + offs_k
+        first = head_v == head_k * R_K
+        at = draft_k_ptr + (token * (HV // R_K) + head_k) * K + offs_k
         tl.store(at, k[j], mask=first & (offs_k < K))
         if draft_g_ptr is not None and DECAY_PER_KEY:
             at = draft_g_ptr + (token * HV + head_v) * K + offs_k

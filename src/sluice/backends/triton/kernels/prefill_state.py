@@ -303,7 +303,8 @@ def prefill_segments_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["N", "T", "pad_slot", "segment_size"], do_not_specialize_on_alignment=INDICES
+    do_not_specialize=["N", "T", "pad_slot", "segment_size", "HV"],
+    do_not_specialize_on_alignment=INDICES,
 )
 def prefill_join_kernel(
     segments_ptr,  # [segments, HV, K, V + K] float32: S_zero | M in, the state after it | M out;
@@ -317,7 +318,7 @@ def prefill_join_kernel(
     pad_slot,
     segment_size,
     stride_state_p,
-    HV: tl.constexpr,
+    HV,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -332,7 +333,7 @@ def prefill_join_kernel(
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
     head_v = (pid // BLOCKS) % HV
-    seq = (pid // (BLOCKS * HV)).to(tl.int64)
+    seq = (pid // BLOCKS // HV).to(tl.int64)
     if cu_seqlens_ptr is None:
         length = seq * 0 + T
         unit = seq * ((T + segment_size - 1) // segment_size)

@@ -40,8 +40,8 @@ def load_draft(
     on,
     head_v,
     offs_v,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HK,
+    HV,
     shape: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
 ):
@@ -63,7 +63,9 @@ def load_draft(
 _UNALIGNED = [*INDICES, "num_accepted_ptr"]
 
 
-@triton.jit(do_not_specialize=["N", "T", "pad_slot"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(
+    do_not_specialize=["N", "T", "pad_slot", "HK", "HV"], do_not_specialize_on_alignment=_UNALIGNED
+)
 def commit_kernel(
     draft_k_ptr,  # [B, T, HK, K] float32
     draft_d_ptr,  # [B, T, HV, V] float32
@@ -86,11 +88,11 @@ def commit_kernel(
     stride_conv_p,
     stride_conv_d,
     stride_conv_l,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HK,
+    HV,
+    D,
     K: tl.constexpr,
     V: tl.constexpr,
-    D: tl.constexpr,
     L: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PIECE_K: tl.constexpr,
@@ -102,12 +104,12 @@ def commit_kernel(
     STATE_KV: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    STATE_PROGRAMS: tl.constexpr = HV * BLOCKS
-    PROGRAMS: tl.constexpr = STATE_PROGRAMS + (D + BLOCK_D - 1) // BLOCK_D
     shape: tl.constexpr = TileShape(K, V, BLOCK_V, PIECE_K, STATE_KV)
     begin()
-    pid = tl.program_id(0) % PROGRAMS
-    seq = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    state_programs = HV * BLOCKS
+    programs = state_programs + (D + BLOCK_D - 1) // BLOCK_D
+    pid = tl.program_id(0) % programs
+    seq = (tl.program_id(0) // programs).to(tl.int64)
 
     slot = seq
     live = seq >= 0
@@ -132,9 +134,9 @@ def commit_kernel(
     accepted = tl.load(num_accepted_ptr + seq).to(tl.int64)
     accepted = tl.where(kept, tl.minimum(tl.maximum(accepted, 0), length), 0)
 
-    if pid >= STATE_PROGRAMS:
+    if pid >= state_programs:
         if x_ptr is not None:
-            offs_d = (pid - STATE_PROGRAMS) * BLOCK_D + tl.arange(0, BLOCK_D)
+            offs_d = (pid - state_programs) * BLOCK_D + tl.arange(0, BLOCK_D)
             roll_window(
                 x_ptr + batch * stride_x_b + start * stride_x_t,
                 conv_state_ptr + slot * stride_conv_p, conv_state_ptr + write_slot * stride_conv_p,
