@@ -49,7 +49,7 @@ def launches(spec: CommitSpec) -> Launches:
         N=p.N,
         T=p.T,
         pad_slot=p.pad_slot,
-        S=p.S if p.stacked else None,
+        rows=p.S if p.stacked else None,
         **strides,
         stride_state_p=p.state.strides[-4],
         HK=p.HK,

@@ -65,7 +65,7 @@ _UNALIGNED = [*INDICES, "num_accepted_ptr"]
 
 
 @triton.jit(
-    do_not_specialize=["N", "T", "pad_slot", "HK", "HV", "S"],
+    do_not_specialize=["N", "T", "pad_slot", "HK", "HV", "rows"],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def commit_kernel(
@@ -84,8 +84,8 @@ def commit_kernel(
     N,
     T,
     pad_slot,
-    S,  # rows of the buffers of a layer; None: the draft of one layer, by row
-    stride_state_layer,  # None with S
+    rows,  # S, rows of the buffers of a layer; None: the draft of one layer, by row
+    stride_state_layer,  # None without buffers
     stride_conv_layer,
     stride_x_b,
     stride_x_t,
@@ -117,7 +117,7 @@ def commit_kernel(
     pid = tl.program_id(0) % programs
     seq = (tl.program_id(0) // programs).to(tl.int64)
     layer = seq * 0
-    if S is not None:
+    if rows is not None:
         layer = seq // N
         seq = seq % N
         state_ptr += layer * stride_state_layer
@@ -138,11 +138,11 @@ def commit_kernel(
         write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)
         kept = live & (write_slot > pad_slot)
     batch = seq
-    if S is not None:
+    if rows is not None:
         if draft_slots_ptr is not None:
             batch = tl.load(draft_slots_ptr + seq).to(tl.int64)
             kept = kept & (batch > pad_slot)
-        batch += layer * S
+        batch += layer * rows
     start = seq * 0
     length = start + T
     if cu_seqlens_ptr is not None:
