@@ -98,7 +98,7 @@ def _rows(require: Require, spec: VerifySpec | CommitSpec, S: int) -> None:
         return
     least = spec.N if spec.slots is None else spec.P
     what = "sequence" if spec.slots is None else "slot of state"
-    require(S >= least, "buffers.k", f"{least} rows, one per {what}", f"{S} rows")
+    require(least <= S, "buffers.k", f"{least} rows, one per {what}", f"{S} rows")
 
 
 def _layers(require: Require, pool: Meta, name: str, layers: int, dims: int) -> None:

@@ -144,7 +144,7 @@ def _windows(p: ConvSpec | ConvQkvSpec, t: Any, lengths: list[int] | None) -> No
         if real[i] and not 0 <= start <= most:
             raise ContractError(p.op, f"window_start[{i}]", f"columns 0 to {most}", start)
     longest = max(lengths or [0])
-    if not p.freeze and p.L < p.W - 2 + longest:
+    if not p.freeze and p.W - 2 + longest > p.L:
         expected = f"at least {p.W - 2 + longest} columns, W - 2 + T, beside window_start"
         raise ContractError(p.op, "state", expected, f"{p.L} columns")
 
@@ -175,9 +175,7 @@ def _draft_slots(p: Any, t: Any, S: int) -> None:
         owner[slot] = i
 
 
-def _slots(
-    p: Any, t: Any, frozen: bool = False, lengths: list[int] | None = None
-) -> set[int]:
+def _slots(p: Any, t: Any, frozen: bool = False, lengths: list[int] | None = None) -> set[int]:
     """Check read and write slots; return the slots this call writes.
 
     ``lengths`` are needed where each token has a write slot.

@@ -170,9 +170,7 @@ def conv_qkv(
     """
     kept, positions, every = parts("conv_qkv", checkpoints)
     if state is None:
-        _needs_state(
-            "conv_qkv", slots, write_slots, has_state, checkpoints, freeze, window_start
-        )
+        _needs_state("conv_qkv", slots, write_slots, has_state, checkpoints, freeze, window_start)
     buffers = (None,) * 5 if out is None else out
     if len(buffers) != 5:
         raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", f"{len(buffers)} buffers")

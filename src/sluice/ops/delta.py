@@ -260,10 +260,10 @@ def canonical_delta(op: str, t: Any, options: tuple[Any, ...], layout: str) -> C
     out = v.new_empty(*v.shape[:2], heads, v.shape[3])
     if t.out is not None:
         out = tokens(t.out, "out", 4)
-    write_slots, T = t.write_slots, q.shape[1]
-    if op == "decode" and write_slots is not None and write_slots.dim() == 2:
-        if t.cu_seqlens is None and T == 1 and write_slots.shape[1] > 0:
-            write_slots = write_slots.narrow(1, 0, 1).squeeze(1)  # the last token's is the row's
+    write_slots = t.write_slots
+    each = op == "decode" and write_slots is not None and write_slots.dim() == 2
+    if each and t.cu_seqlens is None and q.shape[1] == 1 and write_slots.shape[1] > 0:
+        write_slots = write_slots.narrow(1, 0, 1).squeeze(1)  # the only token's is the row's
     canonical = t._replace(
         q=q, k=k, v=v, g=g, beta=beta, state=state, out=out, write_slots=write_slots
     )

@@ -181,7 +181,7 @@ def _windows_fit(p):
         start = read_index(p.window, p.window_wide, i)
         if start < 0 or start > p.L - p.W + 1:
             return False
-        if not p.freeze and p.L < p.W - 2 + _tokens(p, i):
+        if not p.freeze and p.W - 2 + _tokens(p, i) > p.L:
             return False
     return True
 

@@ -134,9 +134,7 @@ def conv_kernel(
     if state_ptr is not None:
         window_ptr = state_ptr + unit.slot * stride_state_p
         if window_start_ptr is not None:
-            window_ptr = place_window(
-                window_ptr, window_start_ptr, unit, stride_state_l, L, W
-            )
+            window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
 
     # tokens whose taps reach into the window are made here, so that the loop reads tokens only

@@ -451,9 +451,7 @@ def conv_qkv_kernel(
         if state_ptr is not None:
             window_ptr = state_ptr + unit.slot * stride_state_p
             if window_start_ptr is not None:
-                window_ptr = place_window(
-                    window_ptr, window_start_ptr, unit, stride_state_l, L, W
-                )
+                window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
         # int64: T·D passes 2**31 in long inputs
         place = x_ptr + first.to(tl.int64) * stride_x_t + offs_d * stride_x_d
         out = out_ptr + first.to(tl.int64) * stride_out_t + offs
@@ -479,7 +477,8 @@ def conv_qkv_kernel(
                 keep_stream(
                     x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
                     unit.kept, unit.length, offs_d, mask_d,
-                    ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l), L, W, BLOCK_L,
+                    ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
+                    L, W, BLOCK_L,
                 )  # fmt: skip
         elif WRITE_STATE:
             if unit.live:

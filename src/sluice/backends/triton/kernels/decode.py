@@ -6,9 +6,10 @@
     o  = scale S q / |q|              (D4)
 
 One program owns BLOCK_V rows of one value head's state and keeps them in registers from the first
-token to the last: the state is read once and written once (or after each token, to its own slot). q and k are not normalised in place;
-their inverse lengths go into d and o instead (1 without ``normalize_qk``). ``verify`` runs this
-kernel too: it stores k, d and g of each token and leaves the state alone.
+token to the last: the state is read once and written once, or after each token to a slot of its
+own. q and k are not normalised in place; their inverse lengths go into d and o instead (1 without
+``normalize_qk``). ``verify`` runs this kernel too: it stores k, d and g of each token, by row or in
+buffers by slot, and leaves the state alone.
 """
 # ruff: noqa: RUF005 (Triton has no tuple unpacking)
 
@@ -282,10 +283,9 @@ def decode_kernel(
         known = live & (tl.load(has_state_ptr + seq) != 0)
     drafted = live
     row = seq
-    if draft_tokens is not None:
-        if draft_slots_ptr is not None:
-            row = tl.load(draft_slots_ptr + seq).to(tl.int64)
-            drafted = live & (row > pad_slot)
+    if draft_slots_ptr is not None:
+        row = tl.load(draft_slots_ptr + seq).to(tl.int64)
+        drafted = live & (row > pad_slot)
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
     S = load_tile(state_ptr + slot * stride_state_p, offs_v, known, shape, LOAD)
