@@ -12,7 +12,7 @@ from sluice.contract.spec import ConvQkvSpec, ConvSpec
 CONV = Kernel("sluice.backends.triton.kernels.conv", "conv_kernel")
 CONV_ONE = Kernel("sluice.backends.triton.kernels.conv", "conv_one_kernel")
 NOT_OF_ONE = ("cu_seqlens_ptr", "checkpoint_slots_ptr", "checkpoint_positions_ptr", "T", "M")
-NOT_OF_ONE += ("every", "stride_x_t", "stride_y_t", "BLOCK_L")
+NOT_OF_ONE += ("window_start_ptr", "every", "stride_x_t", "stride_y_t", "BLOCK_L")
 """Arguments that a single token per sequence does not need."""
 
 
@@ -41,6 +41,7 @@ def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
         "cu_seqlens_ptr": memory.dense("cu_seqlens"),
         "checkpoint_slots_ptr": memory.dense("checkpoint_slots"),
         "checkpoint_positions_ptr": memory.dense("checkpoint_positions"),
+        "window_start_ptr": memory.dense("window_start"),
         "N": p.N,
         "T": p.T,
         "M": 0 if p.checkpoint_slots is None else p.checkpoint_slots.shape[1],
@@ -62,7 +63,8 @@ def launches(spec: ConvSpec) -> Launches:
     memory, p = Binding(spec), spec
     common = {**shared(p, memory), "y_ptr": memory["out"], **memory.strides("out", "btd", "y")}
     common["D"] = p.D
-    if p.T == 1 and not p.varlen and p.L > 0 and p.state is not None and p.checkpoints == "none":
+    one = p.T == 1 and not p.varlen and p.L > 0 and p.state is not None
+    if one and p.checkpoints == "none" and p.window_start is None:
         config = configs.conv(p.D, 1)
         given = {name: x for name, x in common.items() if name not in NOT_OF_ONE}
         columns = configs.blocks(p.D, config.BLOCK_D)

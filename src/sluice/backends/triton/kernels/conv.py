@@ -23,7 +23,9 @@ from sluice.backends.triton.kernels.window import (
     convolve,
     convolve_first,
     convolve_one,
+    keep_stream,
     load_weights,
+    place_window,
     save_windows,
 )
 from sluice.backends.triton.kernels.work_units import probe_sequence
@@ -89,6 +91,7 @@ def conv_kernel(
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     checkpoint_slots_ptr,  # [N, M] or None
     checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
+    window_start_ptr,  # [N]: windows are left-aligned and read from this column on; None: are not
     N,
     T,
     M,
@@ -132,6 +135,8 @@ def conv_kernel(
     window_ptr = state_ptr
     if state_ptr is not None:
         window_ptr = state_ptr + unit.slot * stride_state_p
+        if window_start_ptr is not None:
+            window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
 
     # tokens whose taps reach into the window are made here, so that the loop reads tokens only
@@ -165,7 +170,14 @@ def conv_kernel(
         offs_t += BLOCK_T
         place += BLOCK_T * stride_x_t
         out += BLOCK_T * stride_y_t
-    if WRITE_STATE:
+    if WRITE_STATE and window_start_ptr is not None:
+        if unit.live & (unit.number == 0):
+            keep_stream(
+                x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
+                unit.kept, unit.length, offs_d, mask_d,
+                ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l), L, W, BLOCK_L,
+            )  # fmt: skip
+    elif WRITE_STATE:
         if unit.live:
             save_windows(
                 x_ptr, state_ptr, window_ptr, unit,

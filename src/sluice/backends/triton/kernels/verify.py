@@ -8,7 +8,8 @@ d kᵀ is the whole update of (D3): k is the key as given, and d contains 1 / |k
 
 for the accepted tokens with decode's own device functions, so the bits are those of one ``decode``
 of these tokens. One program owns BLOCK_V rows of a state or, in the same launch, BLOCK_D channels
-of a conv window, which it rolls by the accepted inputs.
+of a conv window, which it rolls by the accepted inputs. Drafts in buffers are committed for all
+layers in one launch: a program belongs to a layer, too.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ _UNALIGNED = [*INDICES, "num_accepted_ptr"]
         "N",
         "T",
         "pad_slot",
+        "rows",
         "row_programs",
         "HK",
         "HV",
@@ -79,7 +81,7 @@ _UNALIGNED = [*INDICES, "num_accepted_ptr"]
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def commit_kernel(
-    draft_k_ptr,  # [B, T, HK, K] float32
+    draft_k_ptr,  # [B, T, HK, K] float32; of many layers [layers, S, T, HK, K], as d, g and x
     draft_d_ptr,  # [B, T, HV, V] float32
     draft_g_ptr,  # [B, T, HV] or [B, T, HV, K] float32; None: no decay
     x_ptr,  # [B, T, D] raw inputs of the convolution; None: no conv window
@@ -90,9 +92,13 @@ def commit_kernel(
     write_slots_ptr,  # [N]; None: slots
     has_state_ptr,  # [N]; None: all have
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    draft_slots_ptr,  # [N]: rows of buffers; None: row i is sequence i
     N,
     T,
     pad_slot,
+    rows,  # S, rows of the buffers of a layer; None: the draft of one layer, by row
+    stride_state_layer,  # None without buffers
+    stride_conv_layer,
     stride_x_b,
     stride_x_t,
     stride_x_d,
@@ -122,8 +128,17 @@ def commit_kernel(
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     shape: tl.constexpr = TileShape(K, V, BLOCK_V, PIECE_K, STATE_KV)
     seq, pid = divide(tl.program_id(0), row_programs, inverse_row_programs)
-    seq = seq.to(tl.int64)
     state_programs = HV * BLOCKS
+    layer = seq * 0
+    if rows is not None:
+        layer = seq // N
+        seq = seq % N
+    layer = layer.to(tl.int64)
+    seq = seq.to(tl.int64)
+    if rows is not None:
+        state_ptr += layer * stride_state_layer
+        if x_ptr is not None:
+            conv_state_ptr += layer * stride_conv_layer
     begin()
 
     slot = seq
@@ -140,6 +155,11 @@ def commit_kernel(
         write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)
         kept = live & (write_slot > pad_slot)
     batch = seq
+    if rows is not None:
+        if draft_slots_ptr is not None:
+            batch = tl.load(draft_slots_ptr + seq).to(tl.int64)
+            kept = kept & (batch > pad_slot)
+        batch += layer * rows
     start = seq * 0
     length = start + T
     if cu_seqlens_ptr is not None:

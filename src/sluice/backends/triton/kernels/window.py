@@ -212,6 +212,50 @@ def roll_window(
 
 
 @triton.jit
+def place_window(window_ptr, window_start_ptr, unit, stride_l, L: tl.constexpr, W: tl.constexpr):
+    """Where a window [D, L] would begin, whose last W - 1 columns are those from its start on."""
+    start = tl.load(window_start_ptr + unit.seq, mask=unit.known, other=0).to(tl.int64)
+    start = tl.minimum(tl.maximum(start, 0), L - W + 1)
+    return window_ptr + (start - (L - W + 1)) * stride_l
+
+
+@triton.jit
+def keep_stream(
+    x_ptr,  # the sequence's first token
+    window_ptr,  # [D, L], from ``place_window``; read where ``known``
+    state_ptr,  # [D, L] left-aligned, written where ``kept``; may be the same memory
+    known,
+    kept,
+    length,
+    offs_d,
+    mask_d,
+    strides,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Write the window without its oldest column, then all tokens, from column 0 on (C12)."""
+    offs_l = tl.arange(0, BLOCK_L)
+    drop = tl.minimum(length, 1)
+    source = (offs_l + drop - (W - 1)).to(tl.int64)  # in the stream: tokens from 0 on
+    inside = mask_d[:, None] & (source < length)[None, :] & (offs_l < L)[None, :]
+    old = tl.load(
+        window_ptr + offs_d[:, None] * strides.window_d + (L + source)[None, :] * strides.window_l,
+        mask=inside & (source < 0)[None, :] & known,
+        other=0.0,
+    )
+    new = tl.load(
+        x_ptr + source[None, :] * strides.x_t + offs_d[:, None] * strides.x_d,
+        mask=inside & (source >= 0)[None, :] & kept,
+        other=0.0,
+    )
+    stream = tl.where((source < 0)[None, :], old, new.to(old.dtype))
+    tl.debug_barrier()  # as in roll_window
+    at = state_ptr + offs_d[:, None] * strides.window_d + offs_l[None, :] * strides.window_l
+    tl.store(at, stream, mask=inside & kept)
+
+
+@triton.jit
 def save_windows(
     x_ptr,  # the sequence's first token
     state_ptr,  # [P, D, L] the pool
