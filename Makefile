@@ -36,7 +36,7 @@ WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-long releases test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,8 @@ bench-gpu:  ## every operator beside the peers found, on this GPU, in under eigh
 bench-docs: $(VENV)/.dev-stamp  ## write the tables and the chart of the docs from the results
 	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) docs/benchmarks.md
 	$(PY) tools/charts.py
+
+dev: $(VENV)/.dev-stamp  ## only .venv, with what the tests and the linters need
 
 # the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers and Triton
 test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,releases)  ## every test
@@ -90,7 +92,7 @@ test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an
 
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU
-	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
+	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest --long -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
 	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
 	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py \
 	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)

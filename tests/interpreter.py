@@ -6,41 +6,63 @@
   answer goes to ``device_assert``, which does nothing unless ``debug`` is on, and it is off.
 - The table of NumPy's dtypes is made at every question.
 
-A release of Triton without these private names keeps its own speed.
+A release of Triton without these private names keeps its own speed; test_bits.py says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
+
+NAMES = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")
+"""The private names of ``triton.runtime.interpreter`` that are needed."""
+_own: dict[str, Any] = {}
 
 
 def hasten() -> None:
     """Change the interpreter of this process. Triton must be there."""
     from triton.runtime import interpreter
 
-    names = "_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder"
-    if all(hasattr(interpreter, name) for name in names):
-        interpreter._patch_lang = _once_a_kernel(interpreter._patch_lang)
-        interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
-        builder = interpreter.interpreter_builder
-        if not builder.options.debug:
-            builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    if _own or not all(hasattr(interpreter, name) for name in NAMES):
+        return
+    builder = interpreter.interpreter_builder
+    _own["_patch_lang"], _own["_get_np_dtype"] = interpreter._patch_lang, interpreter._get_np_dtype
+    _own["options"] = builder.options
+    interpreter._patch_lang = _once_a_kernel(interpreter._patch_lang)
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """In this scope the interpreter is as it came."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    quick = interpreter._patch_lang, interpreter._get_np_dtype, builder.options
+    interpreter._patch_lang, interpreter._get_np_dtype, builder.options = _own.values()
+    try:
+        yield
+    finally:
+        interpreter._patch_lang, interpreter._get_np_dtype, builder.options = quick
 
 
 def _once_a_kernel(replace: Any) -> Any:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    core, unchanged = tl.core, tl.core.is_builtin
+    core, is_own = tl.core, tl.core.is_builtin
 
     @functools.wraps(replace)
     def once(fn: Any) -> Any:
         """A kernel's end restores ``tl``; ``tl.core`` stays replaced, as without this."""
-        if unchanged(tl.load):
+        if is_own(tl.load):
             return replace(fn)
-        if unchanged(core.load) and any(x is core for x in fn.__globals__.values()):
+        if is_own(core.load) and any(x is core for x in fn.__globals__.values()):
             return replace(fn)
         return interpreter._LangPatchScope()  # nothing to restore
 
