@@ -64,11 +64,14 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,releases)  ## every test
 	$(ONE_THREAD) $(PY) -m pytest $(WORKERS_OF) --durations=15 $(PYTEST_ARGS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS_OF) -k "triton or bits" $(PYTEST_ARGS) \
 	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py
-	for release in $(if $(PYTEST_ARGS),,$(RELEASES)); do \
-	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
-	    $(PY) -m pytest $(WORKERS_OF) tests/integrations/test_transformers*.py \
-	    --ignore tests/integrations/test_transformers_bf16.py || exit 1; \
-	done
+	@# side by side: each is half start and import, which workers would do twice
+	jobs=; for release in $(if $(PYTEST_ARGS),,$(RELEASES)); do \
+	  { $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
+	    $(PY) -m pytest $(LONG) tests/integrations/test_transformers*.py \
+	    --ignore tests/integrations/test_transformers_bf16.py \
+	    > $(VENV)/transformers-$$release/tests.log 2>&1 || failed=1; \
+	    cat $(VENV)/transformers-$$release/tests.log; exit $${failed:-0}; } & jobs="$$jobs $$!"; \
+	done; for job in $$jobs; do wait $$job || exit 1; done
 	for release in $(if $(PYTEST_ARGS),,$(TRITONS)); do \
 	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/triton-$$release \
 	    $(PY) -m pytest $(WORKERS_OF) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
