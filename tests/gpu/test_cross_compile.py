@@ -76,7 +76,7 @@ def compiled(target: str, calls: Iterable[ModelCall]) -> Iterator[tuple[str, str
                 yield call.name, launched.kernel.name, compile_for(launched, target)
 
 
-@pytest.mark.parametrize(("target", "name"), pairs())
+@pytest.mark.parametrize(("target", "name"), list(pairs()))
 def test_a_kernel_compiles_and_fits(target, name):
     """No spills beyond the stated ones, and no more shared memory than the smallest GPU has."""
     found = list(compiled(target, [by_name(name)]))

@@ -167,7 +167,7 @@ def steps() -> Iterator[Any]:
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "state", "size", "tokens"), steps())
+@pytest.mark.parametrize(("target", "state", "size", "tokens"), list(steps()))
 def test_step_fits(target, state, size, tokens):
     """No part of a state spills, except of one of 256 × 256, which fills all registers."""
     model = Serving.of(2, 4, size, size, layout="kv", state=state)

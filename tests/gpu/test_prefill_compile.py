@@ -42,7 +42,7 @@ def pairs() -> Iterator[Any]:
         yield pytest.param("gfx942", name, marks=marks, id=f"gfx942-{name}")
 
 
-@pytest.mark.parametrize(("target", "name"), pairs())
+@pytest.mark.parametrize(("target", "name"), list(pairs()))
 def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
     if target == "gfx942":  # what these are where torch is AMD's
         monkeypatch.setattr(prefill, "EXACT", "ieee")
