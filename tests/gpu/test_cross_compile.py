@@ -44,13 +44,15 @@ EACH_KERNEL = {
 def pairs() -> Iterator[Any]:
     """(target, call). A usual run has every call for sm_90 and for one target in turn.
 
-    The turns move on by one with the state's dtype, so that each target meets both dtypes, states
-    of all sizes and layouts, and one and several tokens. ``--long`` runs the whole product.
+    The turns move on by one with the state's dtype, so that each target meets both dtypes, both
+    layouts, one and several tokens, and drafts. test_releases.py has each kernel, test_kv.py each
+    size of a state for every target. ``--long`` runs the whole product.
     """
     for target in EVERYTHING:
         for i, name in enumerate(NAMES):
             turn = EVERYTHING[1 + (i + i // 6) % 3]
-            here = target in ("sm_90", turn) or (target == "gfx942" and name in EACH_KERNEL)
+            here = target in ("sm_90", turn) or name == "verify, fp32 state"
+            here |= target == "gfx942" and name in EACH_KERNEL
             marks = () if here else pytest.mark.long
             yield pytest.param(target, name, marks=marks, id=f"{target}-{name}")
 
