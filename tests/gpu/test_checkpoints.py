@@ -60,16 +60,15 @@ def test_a_checkpoint_is_the_state_of_a_call_that_ended_there(backend, pool_dtyp
     # one call per column: each sequence ends at its own checkpoint of that column
     for j in range(columns):
         ends = [row[j] for row in positions]
-        if max(ends) <= 0:  # the initial states
-            compare.assert_same_bits(found[:, j], prompts.pool[1:-1], "before the first token")
-            continue
-        short = Prompts([max(end, 0) for end in ends], *heads)
-        short.rates, short.pool = prompts.rates, prompts.pool
-        short.tokens = {
-            name: torch.cat([x[a : a + max(e, 0)] for a, e in zip(starts, ends, strict=False)])
-            for name, x in prompts.tokens.items()
-        }
-        _, states = short.once(backend, batch_invariant=True)
+        states = prompts.pool  # what a call without tokens leaves
+        if max(ends) > 0:
+            short = Prompts([max(end, 0) for end in ends], *heads)
+            short.rates, short.pool = prompts.rates, prompts.pool
+            short.tokens = {
+                name: torch.cat([x[a : a + max(e, 0)] for a, e in zip(starts, ends, strict=False)])
+                for name, x in prompts.tokens.items()
+            }
+            _, states = short.once(backend, batch_invariant=True)
         for i, end in enumerate(ends):
             if end >= 0:
                 compare.assert_same_bits(found[i, j], states[i + 1], f"sequence {i} at {end}")
