@@ -92,14 +92,14 @@ def test_a_token_that_is_not_a_number_spoils_no_state_before_it(backend):
 
 @pytest.mark.parametrize("backend", SERVED)
 def test_padding_of_a_captured_graph_writes_nothing(backend):
-    """Rows of padding share slot 0 in every index tensor."""
+    """Rows of padding share slot 0; what else stands in their rows does not matter."""
     call, pad = tokens(N=4), {"slots": index(3, 0, 0, 2), "pad_slot": 0, "backend": backend}
     for name in ("q", "k", "v"):
         call[name][1:3] = NAN
     pool = random(20, HV, V, K)
     pool[0] = NAN
     before = pool.clone()
-    writes = torch.tensor([[3, 0, 5], [0] * 3, [0] * 3, [7, 8, 9]], device=DEVICE)
+    writes = torch.tensor([[3, 0, 5], [10, 11, 12], [0] * 3, [7, 8, 9]], device=DEVICE)
     o, _ = sluice.decode(**call, state=pool, write_slots=writes, **pad)
     assert (o[1:3] == 0).all()
     assert not o.isnan().any()
