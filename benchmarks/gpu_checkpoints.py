@@ -16,8 +16,8 @@ import torch
 import sluice
 from sluice.bench.machine import conditions
 
-ROWS = [((16, 32), x) for x in ([2048], [8192], [32768], [1024] * 8, [4096] * 8)]
-ROWS += [((16, 64), [8192]), ((16, 64), [4096] * 8), ((2, 8), [8192]), ((2, 8), [32768])]
+LENGTHS = ([2048], [8192], [32768], [1024] * 8, [4096] * 8)
+ROWS = [(heads, lengths) for heads in ((16, 32), (16, 64), (2, 8)) for lengths in LENGTHS]
 ROUNDS, REPLAYS = 7, 6
 
 

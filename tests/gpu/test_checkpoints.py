@@ -29,10 +29,14 @@ def kept(every: int | None) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("every", [64, 256, 50, None])
+KINDS = [(backend, every) for backend in BACKENDS for every in (64, 256, 50, None)]
+"""Triton's kernels have these bits where checkpoints lie between chunks of 64 tokens."""
+KINDS = [x for x in KINDS if x[0] == "hopper" or x[1] in (64, 256)]
+
+
+@pytest.mark.parametrize(("backend", "every"), KINDS)
 @pytest.mark.parametrize("heads", [(2, 8), (16, 32)])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_checkpoint_is_the_state_of_a_call_that_ended_there(backend, pool_dtype, heads, every):
     prompts = Prompts(LENGTHS, *heads)
     prompts.tokens["k"][640:900] = prompts.tokens["k"][640]  # chunks that need care
@@ -56,13 +60,15 @@ def test_a_checkpoint_is_the_state_of_a_call_that_ended_there(backend, pool_dtyp
     # one call per column: each sequence ends at its own checkpoint of that column
     for j in range(columns):
         ends = [row[j] for row in positions]
-        short = Prompts([max(end, 0) for end in ends], *heads)
-        short.rates, short.pool = prompts.rates, prompts.pool
-        short.tokens = {
-            name: torch.cat([x[a : a + max(e, 0)] for a, e in zip(starts, ends, strict=False)])
-            for name, x in prompts.tokens.items()
-        }
-        _, states = short.once(backend, batch_invariant=True)
+        states = prompts.pool  # what a call without tokens leaves
+        if max(ends) > 0:
+            short = Prompts([max(end, 0) for end in ends], *heads)
+            short.rates, short.pool = prompts.rates, prompts.pool
+            short.tokens = {
+                name: torch.cat([x[a : a + max(e, 0)] for a, e in zip(starts, ends, strict=False)])
+                for name, x in prompts.tokens.items()
+            }
+            _, states = short.once(backend, batch_invariant=True)
         for i, end in enumerate(ends):
             if end >= 0:
                 compare.assert_same_bits(found[i, j], states[i + 1], f"sequence {i} at {end}")

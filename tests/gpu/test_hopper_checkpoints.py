@@ -53,7 +53,7 @@ def functions() -> dict[str, Any]:
     """The kernel's functions, on ordinary numbers."""
     module = pytest.importorskip("sluice.backends.hopper.kernels.state_checkpoints")
     made: dict[str, Any] = {"gl": GL, "C": C, "range": lambda *x: map(Number, range(*map(int, x)))}
-    for name in ("token_of", "candidates", "next_border", "tail_of"):
+    for name in ("token_of", "candidates", "next_border", "tail_of", "first_saved"):
         function = getattr(module, name).fn
         made[name] = types.FunctionType(function.__code__, made)
     return made
@@ -90,6 +90,18 @@ def kept(of: Any, at: dict[str, Any]) -> list[tuple[int, int, int]]:
     return found
 
 
+def kept_between_chunks(of: Any, at: dict[str, Any]) -> list[tuple[int, int]]:
+    """The same without tails, as ``keep_state`` does: (checkpoint, chunk)."""
+    found = []
+    saved, border = at["first_saved"](of)
+    for chunks in range(1, -(-int(of.tokens) // C) + 1):
+        if chunks == border and chunks * C <= of.tokens:
+            if saved < of.number:
+                found.append((int(saved), chunks))
+            saved, border = saved + 1, border + of.every // C
+    return found
+
+
 PLACES = st.integers(0, 700) | st.integers(0, 10).map(lambda chunks: C * chunks)
 
 
@@ -111,6 +123,8 @@ def test_every_checkpoint_is_kept_once_where_it_belongs(length, segment, every, 
         tokens = max(0, min(length - first, segment))
         of = saves(first, tokens, every, positions, M)
         here = kept(of, at)
+        if positions is None and every % C == 0:
+            assert kept_between_chunks(of, at) == [x[:2] for x in here]
         begin, stop = at["candidates"](of, Number(0), Number(tokens))
         tails = [
             (j, int(before), int(count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.arguments import Binding, Kernel, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
 from sluice.backends.triton.launch import Launches
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
 
@@ -67,16 +67,28 @@ def launches(spec: ConvSpec) -> Launches:
     if one and p.checkpoints == "none" and p.window_start is None:
         config = configs.conv(p.D, 1)
         given = {name: x for name, x in common.items() if name not in NOT_OF_ONE}
-        programs = p.N * configs.blocks(p.D, config.BLOCK_D)
-        call = kernel_call(CONV_ONE, programs, config, p.device, **given, BLOCK_D=config.BLOCK_D)
+        columns = configs.blocks(p.D, config.BLOCK_D)
+        call = kernel_call(
+            CONV_ONE,
+            p.N * columns,
+            config,
+            p.device,
+            **given,
+            columns=columns,
+            inverse_columns=inverse(columns),
+            BLOCK_D=config.BLOCK_D,
+        )
         return Launches(spec, memory, [call])
     config = configs.conv(p.D, max(2, average(p)))
+    columns = configs.blocks(p.D, config.BLOCK_D)
     call = kernel_call(
         CONV,
-        units(p, config.UNIT_T) * configs.blocks(p.D, config.BLOCK_D),
+        units(p, config.UNIT_T) * columns,
         config,
         p.device,
         **common,
+        columns=columns,
+        inverse_columns=inverse(columns),
         UNIT_T=config.UNIT_T,
         STAGES=config.num_stages,
         BLOCK_T=config.BLOCK_T,

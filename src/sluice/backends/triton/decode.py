@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.arguments import Binding, Kernel, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
 from sluice.backends.triton.launch import Launches
 from sluice.contract.draft_spec import VerifySpec
 from sluice.contract.spec import DeltaSpec
@@ -69,6 +69,9 @@ def launches(spec: DeltaSpec) -> Launches:
         HV=p.HV,
         R_Q=max(p.HV // p.HQ, 1),
         R_K=p.HV // p.HK,
+        inverse_HV=inverse(p.HV),
+        inverse_R_Q=inverse(p.HV // p.HQ),
+        inverse_R_K=inverse(p.HV // p.HK),
         READERS=max(p.HQ // p.HV, 1),
         K=p.K,
         V=p.V,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.arguments import Binding, Kernel, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
 from sluice.backends.triton.launch import Launches
 from sluice.contract.draft_spec import CommitSpec
 
@@ -29,9 +29,10 @@ def launches(spec: CommitSpec) -> Launches:
             **memory.strides("conv_state", "pdl", "conv"),
         }
     windows = configs.blocks(p.D, configs.WINDOW_CHANNELS)
+    programs = p.HV * configs.blocks(p.V, config.BLOCK_V) + windows
     call = kernel_call(
         COMMIT,
-        p.layers * p.N * (p.HV * configs.blocks(p.V, config.BLOCK_V) + windows),
+        p.layers * p.N * programs,
         config,
         p.device,
         draft_k_ptr=memory.dense("draft_k"),
@@ -52,8 +53,12 @@ def launches(spec: CommitSpec) -> Launches:
         rows=p.S if p.stacked else None,
         **strides,
         stride_state_p=p.state.strides[-4],
+        row_programs=programs,
         HK=p.HK,
         HV=p.HV,
+        R_K=p.HV // p.HK,
+        inverse_row_programs=inverse(programs),
+        inverse_R_K=inverse(p.HV // p.HK),
         K=p.K,
         V=p.V,
         D=p.D,

@@ -1,10 +1,10 @@
 """Checkpoints of hopper_state_kernel: states inside the sequence, kept in slots of the pool.
 
-A checkpoint after a whole number of chunks is the state that the chain has there: a run of chunks
-ends at it. Any other one is made by its *tail*, the tokens of its last chunk that come before it,
-as in a call that ended there: the parallel half makes Ag of the tail by itself, the state at the
-border of the chunk waits in float32 (in the checkpoint's own slot if the pool is float32, else in
-the workspace), and tails run after the last chunk.
+A checkpoint after a whole number of chunks is the state that the chain has there, stored while the
+tensor cores work on the next chunk. Any other one is made by its *tail*, the tokens of its last
+chunk that come before it, as in a call that ended there: the parallel half makes Ag of the tail by
+itself, the state at the border of the chunk waits in float32 (in the checkpoint's own slot if the
+pool is float32, else in the workspace), and tails run after the last chunk.
 """
 
 # ruff: noqa: RET505 (constexpr branches stay if/else)
@@ -88,12 +88,17 @@ def slot_of(saves, j):
 
 
 @gluon.jit
-def slot_at(saves, border):
-    """Where the state before chunk ``border`` is kept, and whether it is; without tails."""
-    j = (saves.before + border * C) // saves.every - 1
-    on = (j < saves.number) & (token_of(saves, j) >= 0)
-    slot = gl.load(saves.slots_ptr + j, mask=on, other=-1).to(gl.int64)
-    return saves.state_ptr + slot * saves.stride_state_p, on & (slot > saves.pad_slot)
+def first_saved(saves):
+    """The program's first checkpoint between chunks, and the chunks before it; without tails."""
+    saved = saves.before // saves.every
+    return saved, ((saved + 1) * saves.every - saves.before) // C
+
+
+@gluon.jit
+def slot_ahead(saves, saved, on):
+    """The slot of checkpoint ``saved``, loaded before it is needed."""
+    on = on & (saved < saves.number)
+    return gl.load(saves.slots_ptr + saved, mask=on, other=0)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ so is each value column of D, here. In bfloat16 their product would lose two bit
 (``hard_chunk``).
 """
 
-# ruff: noqa: RET505, SIM102 (constexpr branches stay if/else, and apart)
+# ruff: noqa: RET505 (constexpr branches stay if/else)
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
 from sluice.backends.hopper.kernels.state_args import advance
 from sluice.backends.hopper.kernels.state_checkpoints import (
     candidates,
+    first_saved,
     next_border,
-    slot_at,
+    slot_ahead,
     slot_of,
     tail_of,
     token_of,
@@ -45,7 +46,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     K: gl.constexpr = sizes.K
     GROUPS: gl.constexpr = sizes.GROUPS
     OUTPUT: gl.constexpr = sizes.OUTPUT
-    KEEPS: gl.constexpr = args.saves.slots_ptr is not None
+    AT_BORDERS: gl.constexpr = args.saves.slots_ptr is not None and not args.saves.TAILS
     tiles = args.tiles
     factors = args.factors
     barriers = args.barriers
@@ -75,21 +76,14 @@ def run_state(args, sizes, GROUP: gl.constexpr):
         turns = 0
         stage = 0
         phase = 0
-        if KEEPS:
-            ordinary = 0  # chunks from this one on that are known not to be hard
-            if not args.saves.TAILS:
-                border = next_border(args.saves, chunk)
-                saved_ptr, kept = slot_at(args.saves, border)
+        if AT_BORDERS:
+            saved, border = first_saved(args.saves)
+            slot = slot_ahead(args.saves, saved, border >= 0)
         while chunk < chunks:
-            if KEEPS:
-                if ordinary == 0:
-                    ordinary = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
-                if args.saves.TAILS:
-                    keep_states(args.saves, S, chunk, first_v, sizes)
-                    border = next_border(args.saves, chunk)
-                run = gl.minimum(ordinary, border - chunk)
-            else:
-                run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
+            run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
+            if args.saves.TAILS:
+                keep_states(args.saves, S, chunk, first_v, sizes)
+                run = gl.minimum(run, next_border(args.saves, chunk) - chunk)
             mbarrier.wait(barriers.tiles_ready.index(stage), phase)
             mbarrier.wait(barriers.qkg_ready.index(stage), phase)
             if run == 0:
@@ -101,6 +95,10 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                     count = tokens - chunk * C
                     store_output(args.o_ptr + column_v, o.to(dtype), first, count, args.stride_o_t)
                 chunk += 1
+                if AT_BORDERS:
+                    saved, border, slot = keep_state(
+                        args.saves, S, chunk, saved, border, slot, first_v, sizes
+                    )
                 stage, phase = advance(stage, phase, sizes.STAGES)
             else:
                 s_left = gl.convert_layout(S, left_c).to(dtype)
@@ -158,7 +156,11 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                     mbarrier.wait(barriers.tiles_ready.index(next_stage), phase, pred=i + 1 < run)
                     kq_t = tiles.kq.index(next_stage).permute((1, 0))
                     u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False, is_async=True)
-                    # Meanwhile: the output, and the next chunk's values and factors.
+                    # Meanwhile: checkpoints, the output, the next chunk's values and factors.
+                    if AT_BORDERS:
+                        saved, border, slot = keep_state(
+                            args.saves, S, chunk + i + 1, saved, border, slot, first_v, sizes
+                        )
                     if OUTPUT and GROUPS == 1:
                         o = warpgroup_mma_wait(1, deps=[o])
                         o = o * per_token(factors.o_down, stage) * down
@@ -181,16 +183,6 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                     stage = next_stage
                 chunk += run
                 turns += run
-                if KEEPS:
-                    ordinary -= run
-            if KEEPS and not args.saves.TAILS:
-                if chunk == border:
-                    if kept:
-                        nothing = gl.minimum(chunk, 0)  # see the end of run_state
-                        store_state(saved_ptr, S, first_v + nothing, sizes)
-                    # the next slot arrives while the chunks before it are computed
-                    border = next_border(args.saves, chunk)
-                    saved_ptr, kept = slot_at(args.saves, border)
         if OUTPUT:
             tma.store_wait(0)
         if args.saves.TAILS:
@@ -218,6 +210,25 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                     if kept:
                         store_state(saved_ptr, S, first_v + nothing, sizes)
                     stage, phase = advance(stage, phase, sizes.STAGES)
+
+
+@gluon.jit
+def keep_state(saves, S, chunks, saved, border, slot, first_v, sizes):
+    """Store the state after ``chunks`` chunks if checkpoint ``saved`` lies there; the next one.
+
+    A mask and no branch: the tensor cores work meanwhile.
+    """
+    here = (chunks == border) & (chunks * C <= saves.tokens)
+    kept = here & (saved < saves.number) & (slot > saves.pad_slot)
+    nothing = gl.minimum(chunks, 0)  # see the end of run_state
+    at = state_offsets(first_v + nothing, sizes.K, sizes.V, sizes.STATE_KV)
+    target_ptr = saves.state_ptr + slot.to(gl.int64) * saves.stride_state_p
+    mask = gl.full([GROUP_V, sizes.K], kept, gl.int1, accumulator(sizes.K))
+    gl.store(target_ptr + at, S.to(target_ptr.dtype.element_ty), mask=mask)
+    saved = gl.where(here, saved + 1, saved)
+    border = gl.where(here, border + saves.every // C, border)
+    next_slot = slot_ahead(saves, saved, here)
+    return saved, border, gl.where(here, next_slot, slot)
 
 
 @gluon.jit

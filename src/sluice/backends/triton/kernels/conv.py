@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import INDICES
-from sluice.backends.triton.kernels.math import begin
+from sluice.backends.triton.kernels.math import begin, divide
 from sluice.backends.triton.kernels.window import (
     FIRST,
     Checkpoints,
@@ -75,9 +75,10 @@ def locate(
 
 
 FREE = ["N", "T", "M", "every", "pad_slot"]
+COLUMNS = ["columns", "inverse_columns"]
 
 
-@triton.jit(do_not_specialize=FREE, do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=[*FREE, *COLUMNS], do_not_specialize_on_alignment=INDICES)
 def conv_kernel(
     x_ptr,  # [B, T, D]
     weight_ptr,  # [D, W]
@@ -107,6 +108,8 @@ def conv_kernel(
     stride_y_b,
     stride_y_t,
     stride_y_d,
+    columns,  # programs side by side
+    inverse_columns,  # of divide
     D,
     L: tl.constexpr,
     W: tl.constexpr,
@@ -118,15 +121,14 @@ def conv_kernel(
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
 ):
-    columns = (D + BLOCK_D - 1) // BLOCK_D
+    number, column = divide(tl.program_id(0), columns, inverse_columns)
     begin()
-    pid = tl.program_id(0)
     unit = locate(
-        pid // columns, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
+        number, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
         UNIT_T,
     )  # fmt: skip
     length = unit.length
-    offs_d = ((pid % columns) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    offs_d = (column * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
     x_ptr += unit.batch * stride_x_b + unit.start * stride_x_t
     y_ptr += unit.batch * stride_y_b + unit.start * stride_y_t
@@ -186,7 +188,7 @@ def conv_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "pad_slot"], do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=["N", "pad_slot", *COLUMNS], do_not_specialize_on_alignment=INDICES)
 def conv_one_kernel(
     x_ptr,  # [N, 1, D]
     weight_ptr,  # [D, W]
@@ -207,6 +209,8 @@ def conv_one_kernel(
     stride_state_l,
     stride_y_b,
     stride_y_d,
+    columns,  # programs side by side
+    inverse_columns,  # of divide
     D,
     L: tl.constexpr,
     W: tl.constexpr,
@@ -214,13 +218,10 @@ def conv_one_kernel(
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
 ):
-    columns = (D + BLOCK_D - 1) // BLOCK_D
+    number, column = divide(tl.program_id(0), columns, inverse_columns)
     begin()
-    pid = tl.program_id(0)
-    unit = locate(
-        pid // columns, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1
-    )
-    offs_d = ((pid % columns) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    unit = locate(number, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1)
+    offs_d = (column * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
     rolled_ptr = None

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-from sluice.backends.triton.kernels.math import NORM_EPS, begin, exp, sigmoid, softplus
+from sluice.backends.triton.kernels.math import NORM_EPS, begin, divide, exp, sigmoid, softplus
 from sluice.backends.triton.kernels.state_tile import (
     TileShape,
     decayed,
@@ -157,7 +157,7 @@ def advance(
 
 # A serving process changes these sizes from call to call, and these strides cannot make a load
 # wider: no variant of the kernel is compiled for their values.
-_FREE = ["N", "T", "pad_slot", "HV", "R_Q", "R_K"]
+_FREE = ["N", "T", "pad_slot", "HV", "R_Q", "R_K", "inverse_HV", "inverse_R_Q", "inverse_R_K"]
 _FREE += [f"stride_{name}_{dim}" for name in ("v", "g", "beta", "o") for dim in "bth"]
 _FREE += ["states", "draft_tokens", "D", "stride_x_b", "stride_x_t"]
 _UNALIGNED = [*INDICES, *GATES, "v_ptr", "o_ptr"]
@@ -217,6 +217,9 @@ def decode_kernel(
     HV,
     R_Q,  # value heads per query head; 1 if there are fewer
     R_K,  # value heads per key head
+    inverse_HV,  # of divide, as the next two
+    inverse_R_Q,
+    inverse_R_K,
     READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
     K: tl.constexpr,
     V: tl.constexpr,
@@ -235,14 +238,16 @@ def decode_kernel(
     DELTA: tl.constexpr = beta_ptr is not None
     RAW: tl.constexpr = A_log_ptr is not None
     shape: tl.constexpr = TileShape(K, V, BLOCK_V, PIECE_K, STATE_KV)
-    begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
-    head_v = (pid // BLOCKS) % HV
-    seq = (pid // BLOCKS // HV).to(tl.int64)
-    head_q = (head_v * READERS // R_Q).to(tl.int64)
-    head_k = (head_v // R_K).to(tl.int64)
+    seq, head_v = divide(pid // BLOCKS, HV, inverse_HV)
+    head_q, _ = divide(head_v * READERS, R_Q, inverse_R_Q)
+    head_k, _ = divide(head_v, R_K, inverse_R_K)
+    seq = seq.to(tl.int64)
+    head_q = head_q.to(tl.int64)
+    head_k = head_k.to(tl.int64)
     head_v = head_v.to(tl.int64)
+    begin()
     offs_v = pid_v * BLOCK_V + tl.arange(0, BLOCK_V)
 
     slot = seq

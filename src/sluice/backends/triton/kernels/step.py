@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-from sluice.backends.triton.kernels.math import begin, exp, sigmoid, silu, softplus
+from sluice.backends.triton.kernels.math import begin, divide, exp, sigmoid, silu, softplus
 from sluice.backends.triton.kernels.step_parts import (
     Channels,
     conv_taps,
@@ -33,7 +33,19 @@ from sluice.backends.triton.kernels.step_parts import (
 )
 from sluice.backends.triton.kernels.window import ConvStrides, load_weights, roll_window
 
-_FREE = ["T", "HK", "HV", "pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
+_FREE = [
+    "T",
+    "HK",
+    "HV",
+    "readers",
+    "inverse_HV",
+    "inverse_readers",
+    "pad_slot",
+    "k_offset",
+    "v_offset",
+    "stride_q_g",
+    "stride_v_g",
+]
 _FREE += [f"stride_{name}_{dim}" for name in "xzbay" for dim in "nt"]
 _FREE += [f"stride_{name}_{dim}" for name in "zba" for dim in "gh" if name + dim != "zh"]
 _UNALIGNED = [*INDICES, *GATES, "b_ptr", "a_ptr", "norm_weight_ptr", "conv_bias_ptr"]
@@ -91,6 +103,9 @@ def step_kernel(
     T,
     HK,
     HV,
+    readers,  # of the conv windows of a key head: its value heads
+    inverse_HV,  # of divide, as the next
+    inverse_readers,
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
@@ -109,13 +124,10 @@ def step_kernel(
     # the last one the compiler gives the state their layout, lanes along K; with the first it
     # cannot.
     HALF: tl.constexpr = 2 if ONE_TOKEN and not STATE_KV else 0
+    seq, head_v = divide(tl.program_id(0), HV, inverse_HV)
+    head_k, member = divide(head_v, readers, inverse_readers)
+    seq = seq.to(tl.int64)
     begin()
-    pid = tl.program_id(0)
-    readers = HV // HK  # of the conv windows of a key head
-    seq = (pid // HV).to(tl.int64)
-    head_v = pid % HV
-    head_k = head_v // readers
-    member = head_v % readers
 
     slot = seq
     live = seq >= 0

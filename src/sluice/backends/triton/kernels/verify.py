@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import INDICES
-from sluice.backends.triton.kernels.math import begin
+from sluice.backends.triton.kernels.math import begin, divide
 from sluice.backends.triton.kernels.state_tile import (
     TileShape,
     decayed,
@@ -39,6 +39,7 @@ def load_draft(
     draft_g_ptr,
     token,
     on,
+    head_k,
     head_v,
     offs_v,
     HK,
@@ -49,7 +50,7 @@ def load_draft(
     """k, d and g of a draft token."""
     K: tl.constexpr = shape.K
     V: tl.constexpr = shape.V
-    k = load_vector(draft_k_ptr + (token * HK + head_v // (HV // HK)) * K, on, K, shape.PIECE_K)
+    k = load_vector(draft_k_ptr + (token * HK + head_k) * K, on, K, shape.PIECE_K)
     state = token * HV + head_v
     d = load_block(draft_d_ptr + state * V, offs_v, on, V, V % shape.BLOCK_V == 0)
     g = tl.full((), 0.0, tl.float32)
@@ -65,7 +66,18 @@ _UNALIGNED = [*INDICES, "num_accepted_ptr"]
 
 
 @triton.jit(
-    do_not_specialize=["N", "T", "pad_slot", "HK", "HV", "rows"],
+    do_not_specialize=[
+        "N",
+        "T",
+        "pad_slot",
+        "rows",
+        "row_programs",
+        "HK",
+        "HV",
+        "R_K",
+        "inverse_row_programs",
+        "inverse_R_K",
+    ],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def commit_kernel(
@@ -94,8 +106,12 @@ def commit_kernel(
     stride_conv_p,
     stride_conv_d,
     stride_conv_l,
+    row_programs,  # programs per sequence
     HK,
     HV,
+    R_K,  # value heads per key head
+    inverse_row_programs,  # of divide, as the next
+    inverse_R_K,
     D,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -111,18 +127,19 @@ def commit_kernel(
 ):
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     shape: tl.constexpr = TileShape(K, V, BLOCK_V, PIECE_K, STATE_KV)
-    begin()
+    seq, pid = divide(tl.program_id(0), row_programs, inverse_row_programs)
     state_programs = HV * BLOCKS
-    programs = state_programs + (D + BLOCK_D - 1) // BLOCK_D
-    pid = tl.program_id(0) % programs
-    seq = (tl.program_id(0) // programs).to(tl.int64)
     layer = seq * 0
     if rows is not None:
         layer = seq // N
         seq = seq % N
+    layer = layer.to(tl.int64)
+    seq = seq.to(tl.int64)
+    if rows is not None:
         state_ptr += layer * stride_state_layer
         if x_ptr is not None:
             conv_state_ptr += layer * stride_conv_layer
+    begin()
 
     slot = seq
     live = seq >= 0
@@ -163,18 +180,19 @@ def commit_kernel(
             )  # fmt: skip
     else:
         head_v = pid // BLOCKS
+        head_k, _ = divide(head_v, R_K, inverse_R_K)
         offs_v = (pid % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
         token = batch * T + start
         k, d, g = load_draft(
-            draft_k_ptr, draft_d_ptr, draft_g_ptr, token, accepted > 0, head_v, offs_v,
+            draft_k_ptr, draft_d_ptr, draft_g_ptr, token, accepted > 0, head_k, head_v, offs_v,
             HK, HV, shape, DECAY_PER_KEY,
         )  # fmt: skip
         state_ptr += head_v * (V * K)
         S = load_tile(state_ptr + slot * stride_state_p, offs_v, known & kept, shape, LOAD)
         for t in range(accepted):
             k_next, d_next, g_next = load_draft(
-                draft_k_ptr, draft_d_ptr, draft_g_ptr, token + t + 1, t + 1 < accepted, head_v,
-                offs_v, HK, HV, shape, DECAY_PER_KEY,
+                draft_k_ptr, draft_d_ptr, draft_g_ptr, token + t + 1, t + 1 < accepted, head_k,
+                head_v, offs_v, HK, HV, shape, DECAY_PER_KEY,
             )  # fmt: skip
             if draft_g_ptr is not None:
                 S = decayed(S, g, DECAY_PER_KEY)
