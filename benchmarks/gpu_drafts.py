@@ -108,19 +108,33 @@ def each_token(N: int, T: int, dtype: torch.dtype) -> None:
         ),
         "one decode for each token": one_by_one,
     }
-    try:
-        theirs = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
-    except ImportError as missing:
-        print(f"FlashInfer: {missing}")
-    else:
-        kept = pool.new_empty(N, T, HV, K, K)
-        ways["FlashInfer's MTP kernel, states to a buffer"] = lambda: theirs(
-            call["q"], call["k"], call["v"], pool, slots, call["A_log"], call["g"],
-            call["dt_bias"], call["beta"], output=out, intermediate_states_buffer=kept,
-            disable_state_update=True, use_qk_l2norm=True,
-        )  # fmt: skip
+    theirs = flashinfer(call, pool, slots, out)
+    if theirs is not None:
+        ways["FlashInfer's MTP kernel, states to a buffer"] = theirs
     title = f"the state after each token, {N} x {T}, heads {HK}/{HV}, {dtype} states"
     table(title, measured(ways), "decode, a state for each token")
+
+
+def flashinfer(
+    call: dict[str, Any], pool: Tensor, slots: Tensor, out: Tensor
+) -> Callable[[], Any] | None:
+    """FlashInfer's kernel on the same tensors; None, and why, where it does not serve them."""
+    kept = pool.new_empty(*call["q"].shape[:2], *pool.shape[1:])
+    arguments = [call[n] for n in ("A_log", "g", "dt_bias", "beta")]
+
+    def run() -> Any:
+        mtp = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
+        return mtp(
+            call["q"], call["k"], call["v"], pool, slots, *arguments, output=out,
+            intermediate_states_buffer=kept, disable_state_update=True, use_qk_l2norm=True,
+        )  # fmt: skip
+
+    try:
+        run()
+    except Exception as refusal:
+        print(f"FlashInfer's MTP kernel: {type(refusal).__name__}: {refusal}")
+        return None
+    return run
 
 
 def all_layers(N: int, T: int, layers: int, dtype: torch.dtype) -> None:
