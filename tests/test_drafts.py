@@ -83,23 +83,23 @@ def test_a_token_that_is_not_a_number_spoils_no_state_before_it(backend):
     writes = torch.tensor([[4, 5, 6, 7], [8, 9, 10, 11]], device=DEVICE)
     want, got = pool.clone(), pool.clone()
     sluice.decode(**call, state=want, slots=index(1, 2), write_slots=writes, backend=backend)
-    call["v"][0, 2] = NAN
+    call["v"][0, 3] = NAN
     sluice.decode(**call, state=got, slots=index(1, 2), write_slots=writes, backend=backend)
-    assert_same_bits(got[[4, 5, 8, 9, 10, 11]], want[[4, 5, 8, 9, 10, 11]], "states")
-    assert got[6].isnan().any()
+    same = [4, 5, 6, 8, 9, 10, 11]
+    assert_same_bits(got[same], want[same], "states")
     assert got[7].isnan().any()
 
 
 @pytest.mark.parametrize("backend", SERVED)
 def test_padding_of_a_captured_graph_writes_nothing(backend):
-    """Rows of padding share slot 0 in every index tensor."""
+    """Rows of padding share slot 0; what else stands in their rows does not matter."""
     call, pad = tokens(N=4), {"slots": index(3, 0, 0, 2), "pad_slot": 0, "backend": backend}
     for name in ("q", "k", "v"):
         call[name][1:3] = NAN
     pool = random(20, HV, V, K)
     pool[0] = NAN
     before = pool.clone()
-    writes = torch.tensor([[3, 0, 5], [0] * 3, [0] * 3, [7, 8, 9]], device=DEVICE)
+    writes = torch.tensor([[3, 0, 5], [10, 11, 12], [0] * 3, [7, 8, 9]], device=DEVICE)
     o, _ = sluice.decode(**call, state=pool, write_slots=writes, **pad)
     assert (o[1:3] == 0).all()
     assert not o.isnan().any()

@@ -1,8 +1,9 @@
 """Gated delta networks: exact, fast and safe operators on CPU and GPU.
 
-``prefill``, ``decode``, ``verify`` and ``commit`` run the recurrence; ``causal_conv1d``,
-``conv_qkv``, ``rms_norm_gated`` and ``step`` the rest of a layer. ``StatePool`` holds the states
-of a model, ``GatedDeltaNet`` is the layer. ``explain`` and ``doctor`` tell who serves a call.
+``prefill``, ``decode``, ``verify``, ``commit`` and ``commit_layers`` run the recurrence;
+``causal_conv1d``, ``conv_qkv``, ``rms_norm_gated`` and ``step`` the rest of a layer. ``StatePool``
+holds the states of a model, ``GatedDeltaNet`` is the layer. ``explain`` and ``doctor`` tell who
+serves a call.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -478,7 +478,7 @@ def conv_qkv_kernel(
                     x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
                     unit.kept, unit.length, offs_d, mask_d,
                     ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
-                    L, W, BLOCK_L,
+                    L, W,
                 )  # fmt: skip
         elif WRITE_STATE:
             if unit.live:

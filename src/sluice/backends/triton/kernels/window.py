@@ -232,27 +232,24 @@ def keep_stream(
     strides,
     L: tl.constexpr,
     W: tl.constexpr,
-    BLOCK_L: tl.constexpr,
 ):
-    """Write the window without its oldest column, then all tokens, from column 0 on (C12)."""
-    offs_l = tl.arange(0, BLOCK_L)
-    drop = tl.minimum(length, 1)
-    source = (offs_l + drop - (W - 1)).to(tl.int64)  # in the stream: tokens from 0 on
-    inside = mask_d[:, None] & (source < length)[None, :] & (offs_l < L)[None, :]
-    old = tl.load(
-        window_ptr + offs_d[:, None] * strides.window_d + (L + source)[None, :] * strides.window_l,
-        mask=inside & (source < 0)[None, :] & known,
-        other=0.0,
-    )
-    new = tl.load(
-        x_ptr + source[None, :] * strides.x_t + offs_d[:, None] * strides.x_d,
-        mask=inside & (source >= 0)[None, :] & kept,
-        other=0.0,
-    )
-    stream = tl.where((source < 0)[None, :], old, new.to(old.dtype))
+    """Write the window without its oldest column, then all tokens, from column 0 on (C12).
+
+    One column at a time: a tile of all columns would not fit into the registers beside the rest.
+    """
+    old = ()
+    for w in tl.static_range(W - 1):
+        at = window_ptr + offs_d * strides.window_d + (L - W + 1 + w) * strides.window_l
+        old = old + (tl.load(at, mask=mask_d & known, other=0.0),)
     tl.debug_barrier()  # as in roll_window
-    at = state_ptr + offs_d[:, None] * strides.window_d + offs_l[None, :] * strides.window_l
-    tl.store(at, stream, mask=inside & kept)
+    first = tl.minimum(length, 1)  # a sequence without tokens keeps its whole window
+    mask = mask_d & kept
+    out = state_ptr + offs_d * strides.window_d
+    for w in tl.static_range(W - 1):
+        tl.store(out + (w - first) * strides.window_l, old[w], mask=mask & (w >= first))
+    for t in range(tl.minimum(length, L - W + 2)):
+        x = tl.load(x_ptr + t * strides.x_t + offs_d * strides.x_d, mask=mask, other=0.0)
+        tl.store(out + (W - 2 + t) * strides.window_l, x.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
