@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 import sluice
 from sluice.testing import compare
-from tests.gpu.test_prefill_promises import BACKENDS, Prompts
+from tests.gpu.prompts import BACKENDS, Prompts
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [2000, 300, 0, 64, 4000, 1]
