@@ -13,14 +13,7 @@ import torch
 from sluice.backends.hopper.kernels.sizes import COPY_WIDTH, key_heads
 from sluice.backends.triton import gpu
 from sluice.backends.triton import prefill as portable
-from sluice.backends.triton.arguments import (
-    Binding,
-    Kernel,
-    KernelCall,
-    Pointer,
-    Tiles,
-    inverse,
-)
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.launch import Launches
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
@@ -244,9 +237,6 @@ def _states_call(
         HV=p.HV,
         R_Q=p.HV // p.HQ,
         R_K=p.HV // p.HK,
-        inverse_HV=inverse(p.HV),
-        inverse_R_Q=inverse(p.HV // p.HQ),
-        inverse_R_K=inverse(p.HV // p.HK),
         K=p.K,
         V=p.V,
         BLOCK_V=plan.BLOCK_V,

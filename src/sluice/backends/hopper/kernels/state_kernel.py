@@ -42,7 +42,7 @@ from sluice.backends.hopper.kernels.state_checkpoints import Checkpoints
 from sluice.backends.hopper.kernels.state_groups import run_state
 from sluice.backends.hopper.kernels.state_loader import run_loader
 from sluice.backends.hopper.kernels.state_products import run_products
-from sluice.backends.hopper.kernels.work_units import divide, unit_span
+from sluice.backends.hopper.kernels.work_units import unit_span
 from sluice.backends.triton.kernels.alignment import INDICES
 
 
@@ -58,9 +58,6 @@ from sluice.backends.triton.kernels.alignment import INDICES
         "HV",
         "R_Q",
         "R_K",
-        "inverse_HV",
-        "inverse_R_Q",
-        "inverse_R_K",
     ],
     do_not_specialize_on_alignment=INDICES,
 )
@@ -97,9 +94,6 @@ def hopper_state_kernel(
     HV,
     R_Q,  # value heads per query head
     R_K,  # value heads per key head
-    inverse_HV,  # of divide, as the next two
-    inverse_R_Q,
-    inverse_R_K,
     K: gl.constexpr,
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
@@ -117,9 +111,10 @@ def hopper_state_kernel(
     # The tokens of this program
     pid = gl.program_id(0)
     block = pid % BLOCKS
-    unit, head_v = divide(pid // BLOCKS, HV, inverse_HV)
-    head_k, _ = divide(head_v, R_K, inverse_R_K)
-    head_q, _ = divide(head_v, R_Q, inverse_R_Q)
+    head_v = (pid // BLOCKS) % HV
+    unit = pid // (BLOCKS * HV)
+    head_k = head_v // R_K
+    head_q = head_v // R_Q
     seq, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     row = start + segment * segment_size
     if seq >= N:

@@ -14,15 +14,6 @@ from sluice.backends.hopper.kernels.constants import C
 
 
 @gluon.jit
-def divide(n, d, inverse):
-    """n // d and n % d, as in triton/kernels/math.py."""
-    quotient = ((n.to(gl.int64) * inverse) >> 31).to(gl.int32)
-    rest = n - quotient * d
-    quotient = gl.where(rest >= d, quotient + 1, quotient)
-    return quotient, gl.where(rest >= d, rest - d, rest)
-
-
-@gluon.jit
 def find_sequence(unit, cu_seqlens_ptr, N, size):
     """The sequence that owns ``unit``, and the unit's number in it.
 
