@@ -16,8 +16,9 @@ PACKAGES    ?= . $(patsubst %/sluice_kernels/manifest.json,%,$(wildcard packages
 # of `make kernels`: the release of Triton that compiles them, and what packages/kernels/build.py takes
 KERNELS_BY   := 3.6.0
 KERNELS_ARGS ?=
-# transformers releases tested beside the newest, and what they do not share with it
-RELEASES      := 5.2.0 5.12.1
+# transformers releases tested beside the newest, always and by test-long; what they do not share
+RELEASES      := 5.2.0
+LONG_RELEASES := 5.12.1
 RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
   certifi==2026.10.18 typer-slim==0.24.0
 # the oldest Triton whose kernels are tested beside the newest, and the GPUs it compiles for
@@ -62,24 +63,25 @@ dev: $(VENV)/.dev-stamp  ## only .venv, with what the tests and the linters need
 # the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers and Triton
 test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,releases)  ## every test
 	$(ONE_THREAD) $(PY) -m pytest $(WORKERS_OF) --durations=15 $(PYTEST_ARGS)
-	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS_OF) -k "triton or bits" $(PYTEST_ARGS) \
-	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py
-	@# side by side: each is half start and import, which workers would do twice
-	jobs=; for release in $(if $(PYTEST_ARGS),,$(RELEASES)); do \
-	  { $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
+	@# the older releases beside the interpreter: half of their time is start and import
+	jobs=; beside() { log=$(VENV)/$$1.log; shift; \
+	  { $(ONE_THREAD) "$$@" > $$log 2>&1 || failed=1; cat $$log; exit $${failed:-0}; } & jobs="$$jobs $$!"; }; \
+	for release in $(if $(PYTEST_ARGS),,$(RELEASES) $(if $(LONG),$(LONG_RELEASES))); do \
+	  beside transformers-$$release env PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
 	    $(PY) -m pytest $(LONG) tests/integrations/test_transformers*.py \
-	    --ignore tests/integrations/test_transformers_bf16.py \
-	    > $(VENV)/transformers-$$release/tests.log 2>&1 || failed=1; \
-	    cat $(VENV)/transformers-$$release/tests.log; exit $${failed:-0}; } & jobs="$$jobs $$!"; \
-	done; for job in $$jobs; do wait $$job || exit 1; done
+	    --ignore tests/integrations/test_transformers_bf16.py; \
+	done; \
 	for release in $(if $(PYTEST_ARGS),,$(TRITONS)); do \
-	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/triton-$$release \
-	    $(PY) -m pytest $(WORKERS_OF) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
-	    tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py || exit 1; \
-	done
+	  beside triton-$$release env PYTHONPATH=$(abspath $(VENV))/triton-$$release \
+	    $(PY) -m pytest $(LONG) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
+	    tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py; \
+	done; \
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS_OF) -k "triton or bits" $(PYTEST_ARGS) \
+	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py || failed=1; \
+	for job in $$jobs; do wait $$job || failed=1; done; exit $${failed:-0}
 
 test-long: LONG := --long
-test-long: test  ## `make test` with every combination of options, where it takes some for all
+test-long: $(LONG_RELEASES:%=$(VENV)/transformers-%/.stamp) test  ## `make test` with every combination of options, where it takes some for all
 
 releases: $(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp)
 
