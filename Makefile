@@ -37,7 +37,7 @@ WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu test-shipped sanitize-gpu lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +103,14 @@ test-gpu:  ## the contract, every row of reliability, what is promised on a GPU,
 	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
 	  $(PYTEST_ARGS)
+
+# once with Triton, which compiles what the tests need, then where no process can import it
+test-shipped:  ## the contract on shipped kernels, without Triton, on this GPU
+	kept=$$(mktemp -d); $(ONE_THREAD) PYTHONPATH=.:src $(PYTHON) -m pytest -n $(GPU_WORKERS) \
+	  -p tests.gpu.shipping --keep-kernels $$kept tests/test_contract.py tests/test_prefill_*.py && \
+	PYTHONPATH=.:src $(PYTHON) -m tests.gpu.shipping $$kept && \
+	$(ONE_THREAD) PYTHONPATH=tests/gpu/triton_is_missing:src SLUICE_KERNELS=$$kept \
+	  $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/test_contract.py tests/test_prefill_*.py
 
 sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
 	for tool in memcheck synccheck initcheck; do \
