@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import importlib.metadata
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,7 +45,7 @@ def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
 
 
 def by_bindings(launch: Any, pointers: tuple[int, ...], stream: int) -> Callable[[], None]:
-    """cuda-bindings: the same parameter memory, its own configuration."""
+    """cuda-bindings: the same parameter memory and lock, its own configuration."""
     from cuda.bindings import driver
 
     config, kept = driver.CUlaunchConfig(), launch._config
@@ -60,9 +61,13 @@ def by_bindings(launch: Any, pointers: tuple[int, ...], stream: int) -> Callable
     places = ctypes.addressof(launch._places)
     memory, at, pack, call = launch._memory, launch._at, launch._pack, driver.cuLaunchKernelEx
 
+    lock = threading.Lock()
+
     def run() -> None:
-        pack(memory, at, *pointers)
-        (result,) = call(config, function, places, 0)
+        with lock:
+            pack(memory, at, *pointers)
+            config.hStream = stream
+            (result,) = call(config, function, places, 0)
         if result:
             raise RuntimeError(result)
 
