@@ -13,6 +13,8 @@ RESULTS     ?= benchmarks/results
 REPOSITORY  ?=
 # distributions that `make wheel` builds: this one, and compiled kernels if `make kernels` made some
 PACKAGES    ?= . $(patsubst %/sluice_kernels/manifest.json,%,$(wildcard packages/kernels/sluice_kernels/manifest.json))
+# interpreters that the wheels are tried with, by `make wheel`; this one by default
+PYTHONS     ?=
 # of `make kernels`: the release of Triton that compiles them, and what packages/kernels/build.py takes
 KERNELS_BY   := 3.6.0
 KERNELS_ARGS ?=
@@ -143,7 +145,7 @@ wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty
 	  SLUICE_REPOSITORY=$(REPOSITORY) $(PY) -m build --no-isolation --outdir dist $$package || exit 1; \
 	done
 	$(VENV)/bin/twine check --strict dist/*
-	$(PY) tools/check_dist.py dist
+	$(PY) tools/check_dist.py dist $(PYTHONS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) $(VENV)-engines build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
