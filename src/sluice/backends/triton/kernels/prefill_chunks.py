@@ -173,7 +173,7 @@ def prefill_products_kernel(
         return
     offs_c = tl.arange(0, C)
     rows = t + offs_c < end
-    token = batch * T + t + offs_c  # in the workspace
+    token = batch * T + t  # in the workspace
     lower = offs_c[:, None] >= offs_c[None, :]
     q_ptr += batch * stride_q_b
     k = load_chunk(
@@ -182,7 +182,7 @@ def prefill_products_kernel(
     r_k = tl.full([C], 1.0, tl.float32)
     if r_k_ptr is not None:
         r_k = inverse_lengths(k)
-        tl.store(r_k_ptr + head_k.to(tl.int64) * tokens + token, r_k, mask=rows)
+        tl.store(r_k_ptr + (head_k.to(tl.int64) * tokens + token) + offs_c, r_k, mask=rows)
     if SHARED:  # the usual case: one product serves all value heads of the key head
         qk, r_q = products(
             q_ptr + head_k * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
@@ -208,21 +208,21 @@ def prefill_products_kernel(
                 g_ptr + batch * stride_g_b + head_v * stride_g_h,
                 A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t,
             )  # fmt: skip
-            tl.store(g2_ptr + of_value, g2, mask=rows)
+            tl.store(g2_ptr + of_value + offs_c, g2, mask=rows)
             decay_in = tl.exp2(g2)
             decay_out = tl.exp2(tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2)
             qkg = qkg * tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0))
         if decay_in_ptr is not None:
-            tl.store(decay_in_ptr + of_value, decay_in * r_k, mask=rows)
-            tl.store(decay_out_ptr + of_value, decay_out * r_k, mask=rows)
+            tl.store(decay_in_ptr + of_value + offs_c, decay_in * r_k, mask=rows)
+            tl.store(decay_out_ptr + of_value + offs_c, decay_out * r_k, mask=rows)
         if decay_q_ptr is not None:
-            tl.store(decay_q_ptr + of_output, decay_in * r_q, mask=rows)
+            tl.store(decay_q_ptr + of_output + offs_c, decay_in * r_q, mask=rows)
         if qkg_down_ptr is not None:
             up, down = float16_scale(tl.max(tl.abs(qkg)), 14)
-            tl.store(qkg_down_ptr + of_output, down + 0.0 * offs_c, mask=offs_c == 0)
+            tl.store(qkg_down_ptr + of_output, down)
             qkg = qkg * up
         qkg = qkg.to(qkg_ptr.dtype.element_ty)
-        at = qkg_ptr + of_output[:, None] * C + offs_c[None, :]
+        at = qkg_ptr + of_output * C + (offs_c[:, None] * C + offs_c[None, :])
         tl.store(at, qkg, mask=rows[:, None])
 
 
