@@ -172,7 +172,7 @@ def prefill_products_kernel(
         zero_tail(o_ptr, t, end, head_k, stride_o_t, stride_o_h, R_K * READERS, V)
         return
     offs_c = tl.arange(0, C)
-    rows = t + offs_c < end
+    rows = offs_c < tl.minimum(end - t, C).to(tl.int32)
     token = batch * T + t  # in the workspace
     lower = offs_c[:, None] >= offs_c[None, :]
     q_ptr += batch * stride_q_b
@@ -188,19 +188,18 @@ def prefill_products_kernel(
             q_ptr + head_k * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
             K, BLOCK_K, PRECISION, r_k_ptr is not None,
         )  # fmt: skip
-    for j in range(R_K * READERS):
-        head_o = head_k * (R_K * READERS) + j
+    for head_o in range(head_k * (R_K * READERS), (head_k + 1) * (R_K * READERS)):
         head_v = head_o // READERS
         if SHARED:
             qkg = qk
         else:
-            head_q, _ = divide(head_o, R_Q, inverse_R_Q)
+            head_q, _ = divide(tl.cast(head_o, tl.int32), R_Q, inverse_R_Q)
             qkg, r_q = products(
                 q_ptr + head_q * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
                 K, BLOCK_K, PRECISION, r_k_ptr is not None,
             )  # fmt: skip
-        of_value = head_v.to(tl.int64) * tokens + token
-        of_output = head_o.to(tl.int64) * tokens + token
+        of_value = tl.cast(head_v, tl.int64) * tokens + token
+        of_output = tl.cast(head_o, tl.int64) * tokens + token
         decay_in = tl.full([C], 1.0, tl.float32)
         decay_out = decay_in
         if g_ptr is not None:
