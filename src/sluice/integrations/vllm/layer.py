@@ -84,6 +84,15 @@ class SluiceGDN(_Base):
             kind = serve.run(ops, self._sluice_layer(), found, mixed_qkvz, b_and_a, core_attn_out)
             report.calls[kind] += 1
 
+    def _forward_core(
+        self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
+    ) -> None:
+        """The same in a release without the packed op: ``a`` is empty, ``b`` holds both gates."""
+        if a.numel() == 0:
+            self._forward_core_fused_norm_packed(mixed_qkv, b, core_attn_out)
+        else:
+            super()._forward_core(mixed_qkv, b, a, core_attn_out)
+
     def _sluice_stock(
         self, metadata: Any, qkvz: Tensor, ba: Any, out: Tensor, new: list[str]
     ) -> None:
@@ -93,7 +102,7 @@ class SluiceGDN(_Base):
         layer = self._sluice_layer()
         qkv, z, b, a = serve.split(layer.shape, qkvz, ba)
         o = torch.zeros_like(out)
-        self._forward_core(qkv, b.contiguous(), a.contiguous(), o)
+        super()._forward_core(qkv, b.contiguous(), a.contiguous(), o)
         serve.norm(ops, layer, o[:n], z[:n], out[:n])
         report.calls["vLLM's own"] += 1
 
