@@ -65,8 +65,8 @@ ROWS = {
 SMALL = {
     "prefill 1x70": Row("prefill", 1, 70),
     "prefill 3x33": Row("prefill", 3, 33, 2),
-    "decode 5": Row("decode", 5, 1),
-    "drafts 3x4": Row("drafts", 3, 1 + DRAFTS),
+    "decode 3": Row("decode", 3, 1),
+    "drafts 2x4": Row("drafts", 2, 1 + DRAFTS),
 }
 
 

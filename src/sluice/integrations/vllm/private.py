@@ -54,8 +54,11 @@ NEEDED = (
     "non_spec_token_indx",
     "num_accepted_tokens",
 )
+KEPT = "_sluice_batch"
+"""The name under which ``batch`` leaves what it read in the metadata."""
 KNOWN = {
     *NEEDED,
+    KEPT,
     "num_prefill_tokens",
     "num_spec_decode_tokens",
     "checkpoint",
@@ -209,6 +212,12 @@ def conv_weight(layer: Any) -> torch.Tensor:
     found = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
     weight: torch.Tensor = layer.conv1d.weight if found is None else found
     return weight.squeeze(1) if weight.dim() == 3 else weight
+
+
+def conv_weight_place(layer: Any) -> int:
+    """An address that changes when vLLM loads or packs the weight elsewhere."""
+    found: int = layer.conv1d.weight.data_ptr()
+    return found
 
 
 def choose_forward(layer: Any) -> None:
