@@ -17,6 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from vllm_layer import DRAFTS, STARTED, Batch, Row, Side, batch_of, failed, fill, say
 
+from sluice.integrations.vllm import report
 from sluice.testing import oracle
 from sluice.testing.compare import relative_error
 
@@ -30,7 +31,6 @@ ROUNDS, ROUND_MS = 7, 8.0
 
 def check(sides: list[Side], batch: Batch, oracle: bool) -> dict[str, float]:
     """Relative distances; pages of every side are what they were before."""
-
     before = sides[0].raw.clone()
     rows = batch.table.flatten().long()
     found: dict[str, Any] = {}
@@ -71,7 +71,6 @@ def projected(side: Side, batch: Batch) -> tuple[Any, Any]:
 
 def exact_core(side: Side, batch: Batch) -> tuple[Any, Any, Any]:
     """The oracle's core output and both pools, from the pages as they are."""
-
     layer, row = side.layer, batch.row
     HK, HV, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     qkvz, ba = projected(side, batch)
@@ -145,13 +144,23 @@ def captured(run: Callable[[], Any], calls: int) -> tuple[Any, int]:
 
 def kernel_time(run: Callable[[], Any], calls: int = 5) -> float:
     """Microseconds of all kernels of one call, by torch's profiler."""
-
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         for _ in range(calls):
             run()
         torch.cuda.synchronize()
     kernels = [e for e in traced.key_averages() if e.device_type == DeviceType.CUDA]
     return sum(kernel.self_device_time_total for kernel in kernels) / calls
+
+
+def kernel_times(sides: list[Side], batch: Batch) -> dict[str, dict[str, float]]:
+    """Of the core. Asked after everything else: a profiler may slow later launches down."""
+    with contextlib.ExitStack() as scope:
+        runs = {side.name: _caller(side, batch.metadata(side), batch) for side in sides}
+        for side in sides:
+            scope.enter_context(side.core_alone(*projected(side, batch)))
+        found = _each(runs, kernel_time)
+    say(f"    device core: {_shown(found)}")
+    return {"device core": found}
 
 
 def measure(sides: list[Side], batch: Batch) -> dict[str, dict[str, float]]:
@@ -169,9 +178,6 @@ def measure(sides: list[Side], batch: Batch) -> dict[str, dict[str, float]]:
                     scope.enter_context(side.core_alone(*projected(side, batch)))
             found[f"eager {part}"] = in_turns(runs)
             say(f"    eager {part}: {_shown(found[f'eager {part}'])}")
-            if batch.row.kind == "prefill":
-                found[f"device {part}"] = _each(runs, kernel_time)
-                say(f"    device {part}: {_shown(found[f'device {part}'])}")
             may = {n: r for n, r in runs.items() if batch.row.kind != "prefill" or n == "sluice"}
             calls = 2 if batch.row.kind == "prefill" else 10
             graphs = _each(may, lambda run, calls=calls: captured(run, calls))
@@ -287,7 +293,10 @@ def sides_of(drafts: int, pages: int, args: Any) -> list[Side]:
     return list(made.values())
 
 
-def one_row(name: str, row: Row, sides: list[Side], args: Any) -> dict[str, Any]:
+Later = list[tuple[dict[str, Any], list[Side], Batch]]
+
+
+def one_row(name: str, row: Row, sides: list[Side], args: Any, later: Later) -> dict[str, Any]:
     say(name)
     if row.kind != "prefill":
         sides = [s for s in sides if s.name != "vLLM FlashInfer"]
@@ -306,13 +315,18 @@ def one_row(name: str, row: Row, sides: list[Side], args: Any) -> dict[str, Any]
     for side in able[1:]:
         side.raw.copy_(able[0].raw)
     found: dict[str, Any] = {"sides": [s.name for s in able if s.name != "sluice"]}
+    report.calls.clear()
     try:
         found["errors"] = check(able, batch, not args.no_oracle)
     except Exception:
         failed(f"{name}, check")
+    found["served"] = dict(report.calls)
+    say(f"    the plug-in served: {found['served']}")
     if args.device == "cuda":
         try:
             found["times"] = measure(able, batch)
+            if row.kind == "prefill":
+                later.append((found["times"], able, batch))
         except Exception:
             failed(f"{name}, times")
     return found
@@ -321,20 +335,31 @@ def one_row(name: str, row: Row, sides: list[Side], args: Any) -> dict[str, Any]
 def run_all(asked: dict[str, Row], args: Any) -> dict[str, Any]:
     """Check and time each row; ``args`` are the script's."""
     results: dict[str, Any] = {}
+    later: Later = []
     for drafts in (0, DRAFTS):
         rows = {n: r for n, r in asked.items() if (r.kind == "drafts") == bool(drafts)}
         if not rows:
             continue
+        results |= {name: {} for name in rows}
         pages = 1 + max(r.pages for r in rows.values())
-        sides = sides_of(drafts, pages, args)
+        try:
+            sides = sides_of(drafts, pages, args)
+        except Exception:
+            failed("layers")
+            continue
         say(f"layers and {pages} pages of {sides[0].raw.numel() // pages} bytes for each side")
         for name, row in rows.items():
             if time.perf_counter() - STARTED > args.time_limit:
                 say(f"no time for {name}")
                 continue
             try:
-                results[name] = one_row(name, row, sides, args)
+                results[name] = one_row(name, row, sides, args, later)
             except Exception:
                 failed(name)
-                results[name] = {}
+    for times, sides, batch in later:
+        if time.perf_counter() - STARTED < args.time_limit + 15:
+            try:
+                times |= kernel_times(sides, batch)
+            except Exception:
+                failed(f"the profiler, {batch.row}")
     return results

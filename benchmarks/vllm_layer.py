@@ -236,7 +236,8 @@ class Side:
         from vllm.utils.torch_utils import set_default_torch_dtype
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-        self.name, self.device = name, torch.device(device)
+        self.name = name
+        self.device = torch.device("cuda:0" if device == "cuda" else device)
         self.hf, self.dtype = text_config(device), DTYPES[device]
         self.config = engine_config(name, self.hf, self.dtype)
         if drafts:
