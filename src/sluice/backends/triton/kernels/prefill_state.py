@@ -259,9 +259,8 @@ def prefill_segments_kernel(
     pid_v = pid % BLOCKS
     unit, head_v = divide(pid // BLOCKS, HV, inverse_HV)
     head_k, _ = divide(head_v, R_K, inverse_R_K)
-    unit = unit.to(tl.int64)
     begin()
-    seq, batch, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
+    seq, batch, start, segment, end = unit_span(unit.to(tl.int64), cu_seqlens_ptr, N, T, segment_size)
     first = start + segment * segment_size
     if seq >= N or first + segment_size >= end:
         return
@@ -273,7 +272,6 @@ def prefill_segments_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     k_ptr += batch * stride_k_b + head_k * stride_k_h
     v_ptr += batch * stride_v_b + head_v * stride_v_h
-    segments_ptr += (unit * HV + head_v) * (K * (V + K))
     is_transition = pid_v >= BLOCKS_V
     offs_v = tl.where(is_transition, pid_v - BLOCKS_V, pid_v) * BLOCK_V + tl.arange(0, BLOCK_V)
     # the transition is the same recurrence, from the identity and without values
@@ -304,6 +302,7 @@ def prefill_segments_kernel(
         S = segment_loop(
             S, first, stop, qkvo, workspace, place, offs_v, is_transition, sizes, False
         )
+    segments_ptr += (pid // BLOCKS).to(tl.int64) * (K * (V + K))
     columns = tl.where(is_transition, K, V)
     at = tl.where(is_transition, V, 0) + offs_v[:, None] + offs_k[None, :] * (V + K)
     tl.store(segments_ptr + at, S, mask=(offs_v < columns)[:, None] & (offs_k < K)[None, :])
