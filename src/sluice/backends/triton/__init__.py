@@ -29,6 +29,7 @@ OPS = {
     "conv_qkv": "conv_qkv",
     "rms_norm_gated": "norm",
     "step": "step",
+    "prefill_backward": "prefill_backward",
 }
 
 
@@ -136,6 +137,9 @@ def refuse(spec: Spec) -> str | None:
         width = getattr(spec, name, 0)
         if width > MAX_HEAD_DIM and spec.op != "rms_norm_gated":
             return f"{name} must be at most {MAX_HEAD_DIM}, got {width}"
+    refusal = getattr(module_of(__name__, OPS, spec.op), "refuse", None)
+    if refusal is not None and (reason := refusal(spec)) is not None:
+        return str(reason)
     if interpreted():
         return None
     return not_ready(__name__, spec, toolchain.unable)

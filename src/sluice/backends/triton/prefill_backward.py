@@ -1,0 +1,312 @@
+"""The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
+
+Five kernels: what depends on no state (two), the states forward, their gradients back, and all
+other gradients, chunk by chunk; with raw gates a sixth sums over chunks. Nothing of the forward
+pass is kept but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V =
+128): the states before and after each chunk 2 each, E 1, Bg 0.5, factors 0.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sluice.backends.triton import configs, gpu
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, kernel_call
+from sluice.backends.triton.configs import Config
+from sluice.backends.triton.launch import Launches
+from sluice.backends.triton.prefill import EXACT, INVERSE, STAGES, units_of
+from sluice.contract.backward import DeltaBackwardSpec
+from sluice.contract.chunk_length import CHUNK
+
+_FOLDER = "sluice.backends.triton.kernels."
+LOCAL = Kernel(_FOLDER + "backward_chunks", "backward_local_kernel")
+BACKWARD_INVERSE = Kernel(_FOLDER + "backward_chunks", "backward_inverse_kernel")
+STATES = Kernel(_FOLDER + "backward_states", "backward_states_kernel")
+WALK = Kernel(_FOLDER + "backward_states", "backward_walk_kernel")
+GRADIENTS = Kernel(_FOLDER + "backward_gradients", "backward_gradients_kernel")
+SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
+
+
+class Plan(NamedTuple):
+    """How the kernels are cut and launched."""
+
+    local: Config = Config(num_warps=4)  # BLOCK_V: value columns per step
+    states: Config = Config(num_warps=4)  # BLOCK_V: value columns per program, of the walk as well
+    walk: Config = Config(num_warps=4)
+    gradients: Config = Config(num_warps=8)  # BLOCK_V: value columns per step
+
+
+def plan_of(p: DeltaBackwardSpec) -> Plan:
+    """The plan, by shapes and the GPU alone."""
+    columns = max(16, configs.power_of_two(p.V))
+    if p.dtype == torch.float32:
+        few = Config(num_warps=4, BLOCK_V=16)
+        return Plan(few._replace(BLOCK_V=min(32, columns)), few, few, few._replace(num_warps=8))
+    wide = p.K > 128
+    large = gpu.shared_memory(p.device) >= 160 << 10
+    rows = 64 if gpu.has_wgmma(p.device) else 32
+    block = min(rows if not wide or large else 16, columns)
+    stages = STAGES if large and not wide else 1
+    serial = Config(
+        num_warps=8 if block == 64 else 4, BLOCK_V=block, num_stages=stages, fp_fusion=True
+    )
+    walk = serial._replace(num_stages=min(stages, 2))
+    most = 64 if large else 32
+    return Plan(
+        local=Config(num_warps=4, BLOCK_V=min(128 if large else 64, columns), fp_fusion=True),
+        states=serial,
+        walk=walk,
+        gradients=Config(num_warps=8, BLOCK_V=min(most, columns), fp_fusion=True),
+    )
+
+
+class Parts(NamedTuple):
+    """The workspace."""
+
+    b: Pointer | None  # [tokens, HV, C]; None without beta
+    b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
+    beta32: Pointer | None  # [HV, tokens]
+    e: Pointer | None  # [tokens, HV, V]
+    by_beta: Pointer | None  # [parts, HV, tokens]
+    g2: Pointer | None  # [HV, tokens]; None without g
+    by_write: Pointer | None  # [parts, HV, tokens]
+    by_gate: Pointer | None  # [units, 2, HV]; None without raw gates
+    decay_in: Pointer  # [HV, tokens]
+    decay_out: Pointer
+    decay_q: Pointer  # [HO, tokens]
+    r_k: Pointer | None  # [tokens, HK]; None without norm
+    r_q: Pointer | None  # [tokens, HQ]
+    S: Pointer  # [slots, HV, V, K]
+    dS: Pointer
+
+
+def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
+    """Lay out the workspace; ``parts`` programs share the value columns of a head."""
+    tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N
+    exact, gated, delta = p.dtype == torch.float32, p.g is not None, p.beta is not None
+
+    def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+        return memory.scratch(name, *shape, dtype=dtype) if wanted else None
+
+    half = torch.float32 if exact else torch.float16
+    return Parts(
+        b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
+        b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
+        beta32=part(delta, "ws.beta32", p.HV, tokens),
+        e=part(delta, "ws.e", tokens, p.HV, p.V, dtype=p.dtype),
+        by_beta=part(delta, "ws.by_beta", parts, p.HV, tokens),
+        g2=part(gated, "ws.g2", p.HV, tokens),
+        by_write=part(gated, "ws.by_write", parts, p.HV, tokens),
+        by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
+        decay_in=part(True, "ws.decay_in", p.HV, tokens),
+        decay_out=part(True, "ws.decay_out", p.HV, tokens),
+        decay_q=part(True, "ws.decay_q", p.HO, tokens),
+        r_k=part(p.normalize_qk, "ws.r_k", tokens, p.HK),
+        r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
+        S=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        dS=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
+    )
+
+
+def launches(spec: DeltaBackwardSpec) -> Launches:
+    """The kernels of ``prefill_backward``."""
+    return planned_launches(spec, plan_of(spec))
+
+
+def refuse(spec: DeltaBackwardSpec) -> str | None:
+    """Decay per key."""
+    if spec.decay == "key":
+        return "the backward kernels have one decay per head, not one per key"
+    return None
+
+
+def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
+    """The same by a given plan."""
+    p, memory = spec, Binding(spec)
+    exact = p.dtype == torch.float32
+    columns = configs.blocks(p.V, plan.states.BLOCK_V)
+    w = workspace(p, memory, columns)
+    units = units_of(p, CHUNK, tail=True)
+    BLOCK_K = max(16, configs.power_of_two(p.K))
+    sizes = {
+        "cu_seqlens_ptr": memory.dense("cu_seqlens"),
+        "N": p.N,
+        "T": p.T,
+        "tokens": p.B * p.T,
+        "HK": p.HK,
+        "HV": p.HV,
+        "K": p.K,
+        "PRECISION": EXACT if exact else "tf32",
+    }
+    raw = {"A_log_ptr": memory.dense("A_log"), "dt_bias_ptr": memory.dense("dt_bias")}
+    scales = {"scale": p.q_scale, "beta_scale": p.beta_scale}
+    calls = [
+        kernel_call(
+            LOCAL,
+            units * p.HV,
+            plan.local,
+            p.device,
+            q_ptr=memory["q"],
+            k_ptr=memory["k"],
+            g_ptr=memory["g"],
+            beta_ptr=memory["beta"],
+            **raw,
+            do_ptr=memory["do"],
+            dd_ptr=memory["dv"],
+            dq_ptr=memory["dq"],
+            dk_ptr=memory["dk"],
+            dg_ptr=memory["dg"],
+            dbeta_ptr=memory["dbeta"],
+            beta32_ptr=w.beta32,
+            g2_ptr=w.g2,
+            decay_in_ptr=w.decay_in,
+            decay_out_ptr=w.decay_out,
+            decay_q_ptr=w.decay_q,
+            r_k_ptr=w.r_k,
+            r_q_ptr=w.r_q,
+            **scales,
+            **sizes,
+            **memory.strides("q", "bth"),
+            **memory.strides("k", "bth"),
+            **memory.strides("g", "bth"),
+            **memory.strides("beta", "bth"),
+            HQ=p.HQ,
+            V=p.V,
+            BLOCK_K=min(BLOCK_K, 32 if exact else 128),
+            BLOCK_V=plan.local.BLOCK_V,
+        )
+    ]
+    if w.b is not None:
+        calls.append(
+            kernel_call(
+                BACKWARD_INVERSE,
+                units * p.HV,
+                INVERSE,
+                p.device,
+                k_ptr=memory["k"],
+                beta32_ptr=w.beta32,
+                g2_ptr=w.g2,
+                r_k_ptr=w.r_k,
+                b_ptr=w.b,
+                b_down_ptr=w.b_down,
+                **sizes,
+                **memory.strides("k", "bth"),
+                BLOCK_K=BLOCK_K,
+            )
+        )
+    calls += _walks(p, memory, w, plan, sizes | {"V": p.V, "BLOCK_K": BLOCK_K}, p.N * p.HV * columns)
+    calls.append(
+        kernel_call(
+            GRADIENTS,
+            units * min(p.HQ, p.HK),
+            plan.gradients,
+            p.device,
+            q_ptr=memory["q"],
+            k_ptr=memory["k"],
+            v_ptr=memory["v"],
+            g_ptr=memory["g"],
+            **raw,
+            do_ptr=memory["do"],
+            e_ptr=w.e,
+            S_ptr=w.S,
+            dS_ptr=w.dS,
+            by_beta_ptr=w.by_beta,
+            by_write_ptr=w.by_write,
+            beta32_ptr=w.beta32,
+            g2_ptr=w.g2,
+            r_k_ptr=w.r_k,
+            r_q_ptr=w.r_q,
+            dq_ptr=memory["dq"],
+            dk_ptr=memory["dk"],
+            dv_ptr=memory["dv"],
+            dg_ptr=memory["dg"],
+            dbeta_ptr=memory["dbeta"],
+            by_gate_ptr=w.by_gate,
+            **scales,
+            **sizes,
+            **memory.strides("q", "bth"),
+            **memory.strides("k", "bth"),
+            **memory.strides("v", "bth"),
+            **memory.strides("g", "bth"),
+            HQ=p.HQ,
+            V=p.V,
+            BLOCK_K=BLOCK_K,
+            BLOCK_V=plan.gradients.BLOCK_V,
+            PARTS=columns,
+        )
+    )
+    if w.by_gate is not None:
+        calls.append(
+            kernel_call(
+                SUMS,
+                p.HV,
+                Config(num_warps=4),
+                p.device,
+                by_gate_ptr=w.by_gate,
+                dA_log_ptr=memory["dA_log"],
+                ddt_bias_ptr=memory["ddt_bias"],
+                units=units,
+                HV=p.HV,
+                BLOCK=128,
+            )
+        )
+    return Launches(spec, memory, calls)
+
+
+def _walks(
+    p: DeltaBackwardSpec,
+    memory: Binding,
+    w: Parts,
+    plan: Plan,
+    sizes: dict[str, Any],
+    programs: int,
+) -> list[KernelCall]:
+    """The walk over states, and the one back."""
+    common = {
+        "k_ptr": memory["k"],
+        "v_ptr": memory["v"],
+        "b_ptr": w.b,
+        "b_down_ptr": w.b_down,
+        "beta32_ptr": w.beta32,
+        "decay_in_ptr": w.decay_in,
+        "decay_out_ptr": w.decay_out,
+        "g2_ptr": w.g2,
+        "e_ptr": w.e,
+        **sizes,
+        **memory.strides("k", "bth"),
+        **memory.strides("v", "bth"),
+        "BLOCK_V": plan.states.BLOCK_V,
+        "STATE_KV": p.state_layout == "kv",
+    }
+    states = kernel_call(
+        STATES,
+        programs,
+        plan.states,
+        p.device,
+        **common,
+        state_ptr=memory.dense("state"),
+        S_ptr=w.S,
+        STAGES=plan.states.num_stages,
+    )
+    walk = kernel_call(
+        WALK,
+        programs,
+        plan.walk,
+        p.device,
+        **common,
+        q_ptr=memory["q"],
+        do_ptr=memory["do"],
+        decay_q_ptr=w.decay_q,
+        dv_ptr=memory["dv"],
+        dS_ptr=w.dS,
+        by_beta_ptr=w.by_beta,
+        by_write_ptr=w.by_write,
+        dfinal_ptr=memory.dense("dfinal"),
+        dstate_ptr=memory["dstate"],
+        **memory.strides("q", "bth"),
+        HQ=p.HQ,
+        STAGES=plan.walk.num_stages,
+    )
+    return [states, walk]
