@@ -3,7 +3,7 @@
 Five kernels: what depends on no state (two), the states forward, their gradients back, and all
 other gradients, chunk by chunk; with raw gates a sixth sums over chunks. Nothing of the forward
 pass is kept but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V =
-128): the states before and after each chunk 2 each, E 1, Bg 0.5, factors 0.1.
+128): the states before and after each chunk 2 each, E 1, P and Bg 0.5 each, factors 0.1.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ LOCAL = Kernel(_FOLDER + "backward_chunks", "backward_local_kernel")
 BACKWARD_INVERSE = Kernel(_FOLDER + "backward_chunks", "backward_inverse_kernel")
 STATES = Kernel(_FOLDER + "backward_states", "backward_states_kernel")
 WALK = Kernel(_FOLDER + "backward_states", "backward_walk_kernel")
-GRADIENTS = Kernel(_FOLDER + "backward_gradients", "backward_gradients_kernel")
+QUERIES = Kernel(_FOLDER + "backward_gradients", "backward_queries_kernel")
+KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
 SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
 
 
 class Plan(NamedTuple):
     """How the kernels are cut and launched."""
 
-    local: Config = Config(num_warps=4)  # BLOCK_V: value columns per step
+    local: Config = Config(num_warps=4)
     states: Config = Config(num_warps=4)  # BLOCK_V: value columns per program, of the walk as well
     walk: Config = Config(num_warps=4)
-    gradients: Config = Config(num_warps=8)  # BLOCK_V: value columns per step
+    queries: Config = Config(num_warps=4)  # BLOCK_V: value columns per step, of keys as well
+    keys: Config = Config(num_warps=4)
 
 
 def plan_of(p: DeltaBackwardSpec) -> Plan:
@@ -43,7 +45,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     columns = max(16, configs.power_of_two(p.V))
     if p.dtype == torch.float32:
         few = Config(num_warps=4, BLOCK_V=16)
-        return Plan(few._replace(BLOCK_V=min(32, columns)), few, few, few._replace(num_warps=8))
+        return Plan(few, few, few, few, few)
     wide = p.K > 128
     large = gpu.shared_memory(p.device) >= 160 << 10
     rows = 64 if gpu.has_wgmma(p.device) else 32
@@ -53,18 +55,20 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
         num_warps=8 if block == 64 else 4, BLOCK_V=block, num_stages=stages, fp_fusion=True
     )
     walk = serial._replace(num_stages=min(stages, 2))
-    most = 64 if large else 32
+    most = min(64 if large else 32, columns)
     return Plan(
-        local=Config(num_warps=4, BLOCK_V=min(128 if large else 64, columns), fp_fusion=True),
+        local=Config(num_warps=4, fp_fusion=True),
         states=serial,
         walk=walk,
-        gradients=Config(num_warps=8, BLOCK_V=min(most, columns), fp_fusion=True),
+        queries=Config(num_warps=4, BLOCK_V=most, num_stages=2, fp_fusion=True),
+        keys=Config(num_warps=4, BLOCK_V=most, num_stages=2, fp_fusion=True),
     )
 
 
 class Parts(NamedTuple):
     """The workspace."""
 
+    p: Pointer | None  # [tokens, HO, C]; None without dO
     b: Pointer | None  # [tokens, HV, C]; None without beta
     b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
     beta32: Pointer | None  # [HV, tokens]
@@ -72,6 +76,7 @@ class Parts(NamedTuple):
     by_beta: Pointer | None  # [parts, HV, tokens]
     g2: Pointer | None  # [HV, tokens]; None without g
     by_write: Pointer | None  # [parts, HV, tokens]
+    by_query: Pointer | None  # [HO, tokens]
     by_gate: Pointer | None  # [units, 2, HV]; None without raw gates
     decay_in: Pointer  # [HV, tokens]
     decay_out: Pointer
@@ -92,6 +97,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
 
     half = torch.float32 if exact else torch.float16
     return Parts(
+        p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
         b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
         b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
         beta32=part(delta, "ws.beta32", p.HV, tokens),
@@ -99,6 +105,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
         by_beta=part(delta, "ws.by_beta", parts, p.HV, tokens),
         g2=part(gated, "ws.g2", p.HV, tokens),
         by_write=part(gated, "ws.by_write", parts, p.HV, tokens),
+        by_query=part(gated, "ws.by_query", p.HO, tokens),
         by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
         decay_in=part(True, "ws.decay_in", p.HV, tokens),
         decay_out=part(True, "ws.decay_out", p.HV, tokens),
@@ -153,10 +160,10 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
             g_ptr=memory["g"],
             beta_ptr=memory["beta"],
             **raw,
-            do_ptr=memory["do"],
-            dd_ptr=memory["dv"],
+            p_ptr=w.p,
             dq_ptr=memory["dq"],
             dk_ptr=memory["dk"],
+            dv_ptr=memory["dv"],
             dg_ptr=memory["dg"],
             dbeta_ptr=memory["dbeta"],
             beta32_ptr=w.beta32,
@@ -175,7 +182,6 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
             HQ=p.HQ,
             V=p.V,
             BLOCK_K=min(BLOCK_K, 32 if exact else 128),
-            BLOCK_V=plan.local.BLOCK_V,
         )
     ]
     if w.b is not None:
@@ -196,47 +202,9 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
                 BLOCK_K=BLOCK_K,
             )
         )
-    calls += _walks(p, memory, w, plan, sizes | {"V": p.V, "BLOCK_K": BLOCK_K}, p.N * p.HV * columns)
-    calls.append(
-        kernel_call(
-            GRADIENTS,
-            units * min(p.HQ, p.HK),
-            plan.gradients,
-            p.device,
-            q_ptr=memory["q"],
-            k_ptr=memory["k"],
-            v_ptr=memory["v"],
-            g_ptr=memory["g"],
-            **raw,
-            do_ptr=memory["do"],
-            e_ptr=w.e,
-            S_ptr=w.S,
-            dS_ptr=w.dS,
-            by_beta_ptr=w.by_beta,
-            by_write_ptr=w.by_write,
-            beta32_ptr=w.beta32,
-            g2_ptr=w.g2,
-            r_k_ptr=w.r_k,
-            r_q_ptr=w.r_q,
-            dq_ptr=memory["dq"],
-            dk_ptr=memory["dk"],
-            dv_ptr=memory["dv"],
-            dg_ptr=memory["dg"],
-            dbeta_ptr=memory["dbeta"],
-            by_gate_ptr=w.by_gate,
-            **scales,
-            **sizes,
-            **memory.strides("q", "bth"),
-            **memory.strides("k", "bth"),
-            **memory.strides("v", "bth"),
-            **memory.strides("g", "bth"),
-            HQ=p.HQ,
-            V=p.V,
-            BLOCK_K=BLOCK_K,
-            BLOCK_V=plan.gradients.BLOCK_V,
-            PARTS=columns,
-        )
-    )
+    sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
+    calls += _walks(p, memory, w, plan, sizes, p.N * p.HV * columns)
+    calls += _gradients(p, memory, w, plan, sizes, units, columns)
     if w.by_gate is not None:
         calls.append(
             kernel_call(
@@ -299,6 +267,7 @@ def _walks(
         q_ptr=memory["q"],
         do_ptr=memory["do"],
         decay_q_ptr=w.decay_q,
+        p_ptr=w.p,
         dv_ptr=memory["dv"],
         dS_ptr=w.dS,
         by_beta_ptr=w.by_beta,
@@ -310,3 +279,73 @@ def _walks(
         STAGES=plan.walk.num_stages,
     )
     return [states, walk]
+
+
+def _gradients(
+    p: DeltaBackwardSpec,
+    memory: Binding,
+    w: Parts,
+    plan: Plan,
+    sizes: dict[str, Any],
+    units: int,
+    columns: int,
+) -> list[KernelCall]:
+    """The gradients of queries, then those of keys and gates."""
+    if w.e is None:
+        d_ptr, d = memory["v"], memory.strides("v", "bth", "d")
+    else:
+        row = p.HV * p.V
+        d_ptr = w.e
+        d = {"stride_d_b": p.T * row if p.B > 1 else 0, "stride_d_t": row, "stride_d_h": p.V}
+    common = {
+        "q_ptr": memory["q"],
+        "k_ptr": memory["k"],
+        "do_ptr": memory["do"],
+        "d_ptr": d_ptr,
+        "S_ptr": w.S,
+        "beta32_ptr": w.beta32,
+        "g2_ptr": w.g2,
+        "r_k_ptr": w.r_k,
+        "r_q_ptr": w.r_q,
+        "by_query_ptr": w.by_query,
+        "scale": p.q_scale,
+        **sizes,
+        **memory.strides("q", "bth"),
+        **memory.strides("k", "bth"),
+        **d,
+        "HQ": p.HQ,
+    }
+    queries = kernel_call(
+        QUERIES,
+        units * p.HQ,
+        plan.queries,
+        p.device,
+        **common,
+        dq_ptr=memory["dq"],
+        BLOCK_V=plan.queries.BLOCK_V,
+        STAGES=plan.queries.num_stages,
+    )
+    keys = kernel_call(
+        KEYS,
+        units * p.HK,
+        plan.keys,
+        p.device,
+        **common,
+        g_ptr=memory["g"],
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        dS_ptr=w.dS,
+        by_write_ptr=w.by_write,
+        by_beta_ptr=w.by_beta,
+        dk_ptr=memory["dk"],
+        dv_ptr=memory["dv"],
+        dg_ptr=memory["dg"],
+        dbeta_ptr=memory["dbeta"],
+        by_gate_ptr=w.by_gate,
+        beta_scale=p.beta_scale,
+        **memory.strides("g", "bth"),
+        BLOCK_V=plan.keys.BLOCK_V,
+        STAGES=plan.keys.num_stages,
+        PARTS=columns,
+    )
+    return [queries, keys]

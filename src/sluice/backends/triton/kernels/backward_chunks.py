@@ -2,7 +2,7 @@
 
 For a chunk of C tokens of one value head, docs/kernels/backward.md:
 
-    dD0 = (s Q Kᵀ ∘ Γ)ᵀ dO                             what outputs of the chunk ask of D
+    P   = s Q Kᵀ ∘ Γ
     Bg  = Γ ∘ G (I + beta G)⁻¹,  G = strictLower(K Kᵀ)                             (G10)
 
 With R the values less what the state predicts, E = R − Bg (beta R), and the gradient goes back by
@@ -61,21 +61,21 @@ def squares(x):
 
 
 @triton.jit
-def key_query_products(
+def query_key_products(
     q_ptr, k_ptr, t, end, stride_q_t, stride_k_t,
     K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """K Qᵀ [C, C] as given, and the squared lengths of queries and keys."""
-    kq = tl.zeros([C, C], tl.float32)
+    """Q Kᵀ [C, C] as given, and the squared lengths of queries and keys."""
+    qk = tl.zeros([C, C], tl.float32)
     qq = tl.zeros([C], tl.float32)
     kk = tl.zeros([C], tl.float32)
     for d in tl.static_range(0, K, BLOCK_K):
         k = load_tile(k_ptr, t, end, d, stride_k_t, K, BLOCK_K)
         q = load_tile(q_ptr, t, end, d, stride_q_t, K, BLOCK_K)
-        kq = tl.dot(k, tl.trans(q), acc=kq, input_precision=PRECISION)
+        qk = tl.dot(q, tl.trans(k), acc=qk, input_precision=PRECISION)
         qq += squares(q)
         kk += squares(k)
-    return kq, qq, kk
+    return qk, qq, kk
 
 
 @triton.jit(
@@ -89,10 +89,10 @@ def backward_local_kernel(
     beta_ptr,  # [B, T, HV]; None: no delta rule
     A_log_ptr,  # [HV]; given: g and beta are raw gates
     dt_bias_ptr,  # [HV]; None: 0
-    do_ptr,  # [B, T, HO, V]; None: zeros
-    dd_ptr,  # [B, T, HV, V]: dD0
-    dq_ptr,  # [B, T, HQ, K]: zeros for tokens after the last sequence, as the next three
+    p_ptr,  # [B * T, HO, C]: P; None without dO
+    dq_ptr,  # [B, T, HQ, K]: zeros for tokens after the last sequence, as the next four
     dk_ptr,
+    dv_ptr,
     dg_ptr,  # None without g
     dbeta_ptr,  # None without beta
     beta32_ptr,  # [HV, B * T] float32: beta; None without
@@ -126,7 +126,6 @@ def backward_local_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -142,7 +141,7 @@ def backward_local_kernel(
     if seq == N:  # tokens after the last sequence
         zero_rows(dq_ptr, t, end, head_v, HV, HQ * K)
         zero_rows(dk_ptr, t, end, head_v, HV, HK * K)
-        zero_rows(dd_ptr, t, end, head_v, HV, HV * V)
+        zero_rows(dv_ptr, t, end, head_v, HV, HV * V)
         if dg_ptr is not None:
             zero_rows(dg_ptr, t, end, head_v, HV, HV)
         if dbeta_ptr is not None:
@@ -152,8 +151,8 @@ def backward_local_kernel(
     rows = t + offs_c < end
     token = batch * T + t + offs_c  # in the workspace
     of_value = head_v.to(tl.int64) * tokens + token
-    upper = offs_c[:, None] <= offs_c[None, :]
-    fade = tl.where(upper, 1.0, 0.0)
+    lower = offs_c[:, None] >= offs_c[None, :]
+    fade = tl.where(lower, 1.0, 0.0)
     decay_in = tl.full([C], 1.0, tl.float32)
     decay_out = decay_in
     if g_ptr is not None:
@@ -164,7 +163,7 @@ def backward_local_kernel(
         tl.store(g2_ptr + of_value, g2, mask=rows)
         decay_in = tl.exp2(g2)
         decay_out = tl.exp2(tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2)
-        fade = tl.where(upper, tl.exp2(tl.where(upper, g2[None, :] - g2[:, None], 0.0)), 0.0)
+        fade = tl.where(lower, tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0)), 0.0)
     if beta_ptr is not None:
         at = beta_ptr + batch * stride_beta_b + head_v * stride_beta_h
         beta = tl.load(at + (t + offs_c) * stride_beta_t, mask=rows, other=0.0).to(tl.float32)
@@ -173,39 +172,31 @@ def backward_local_kernel(
         tl.store(beta32_ptr + of_value, beta, mask=rows)
     q_ptr += batch * stride_q_b
     k_ptr += batch * stride_k_b + head_k * stride_k_h
-    for v in tl.static_range(0, V, BLOCK_V):
-        dd = tl.zeros([C, BLOCK_V], tl.float32)
-        for reader in tl.static_range(READERS):
-            head_o = head_v * READERS + reader
-            head_q = head_o * HQ // HO
-            kq, qq, kk = key_query_products(
-                q_ptr + head_q * stride_q_h, k_ptr, t, end, stride_q_t, stride_k_t,
-                K, BLOCK_K, PRECISION,
-            )  # fmt: skip
-            r_q = tl.full([C], 1.0, tl.float32)
-            r_k = r_q
-            if r_k_ptr is not None:
-                r_q = tl.rsqrt(qq + NORM_EPS)
-                r_k = tl.rsqrt(kk + NORM_EPS)
-            if v == 0:
-                of_output = head_o.to(tl.int64) * tokens + token
-                tl.store(decay_q_ptr + of_output, decay_in * r_q * scale, mask=rows)
-                if r_k_ptr is not None and head_o % (HO // HQ) == 0:
-                    tl.store(r_q_ptr + token * HQ + head_q, r_q, mask=rows)
-                if reader == 0:
-                    tl.store(decay_in_ptr + of_value, decay_in * r_k, mask=rows)
-                    tl.store(decay_out_ptr + of_value, decay_out * r_k, mask=rows)
-                    if r_k_ptr is not None and head_v % (HV // HK) == 0:
-                        tl.store(r_k_ptr + token * HK + head_k, r_k, mask=rows)
-            if do_ptr is not None:
-                do_at = do_ptr + (batch * T * HO + head_o) * V
-                do = load_tile(do_at, t, end, v, HO * V, V, BLOCK_V)
-                kq = kq * fade * r_k[:, None] * (r_q * scale)[None, :]
-                dd = tl.dot(kq.to(do.dtype), do, acc=dd, input_precision=PRECISION)
-        offs_v = v + tl.arange(0, BLOCK_V)
-        at = dd_ptr + (token * HV + head_v)[:, None] * V + offs_v[None, :]
-        mask = rows[:, None] & (offs_v < V)[None, :]
-        tl.store(at, dd.to(dd_ptr.dtype.element_ty), mask=mask)
+    for reader in tl.static_range(READERS):
+        head_o = head_v * READERS + reader
+        head_q = head_o * HQ // HO
+        qk, qq, kk = query_key_products(
+            q_ptr + head_q * stride_q_h, k_ptr, t, end, stride_q_t, stride_k_t,
+            K, BLOCK_K, PRECISION,
+        )  # fmt: skip
+        r_q = tl.full([C], 1.0, tl.float32)
+        r_k = r_q
+        if r_k_ptr is not None:
+            r_q = tl.rsqrt(qq + NORM_EPS)
+            r_k = tl.rsqrt(kk + NORM_EPS)
+            if head_o % (HO // HQ) == 0:
+                tl.store(r_q_ptr + token * HQ + head_q, r_q, mask=rows)
+        of_output = head_o.to(tl.int64) * tokens + token
+        tl.store(decay_q_ptr + of_output, decay_in * r_q * scale, mask=rows)
+        if reader == 0:
+            tl.store(decay_in_ptr + of_value, decay_in * r_k, mask=rows)
+            tl.store(decay_out_ptr + of_value, decay_out * r_k, mask=rows)
+            if r_k_ptr is not None and head_v % (HV // HK) == 0:
+                tl.store(r_k_ptr + token * HK + head_k, r_k, mask=rows)
+        if p_ptr is not None:
+            qk = qk * fade * (r_q * scale)[:, None] * r_k[None, :]
+            at = p_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
+            tl.store(at, qk.to(p_ptr.dtype.element_ty), mask=rows[:, None])
 
 
 @triton.jit

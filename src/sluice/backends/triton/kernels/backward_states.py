@@ -4,7 +4,7 @@ One program owns BLOCK_V value columns of one value head of one sequence. With S
 [BLOCK_V, K] in float32 registers, docs/kernels/backward.md (G3), (G4), (G10):
 
     R  = V − e^γ K S,         E = R − Bg (beta R),         S  <- e^γ_C S + Kᵀ (e^(γ_C−γ) beta E)
-    dD = dD0 + e^(γ_C−γ) K dS,  Y = dD − Bgᵀ (beta dD),  dV = beta Y
+    dD = Pᵀ dO + e^(γ_C−γ) K dS,  Y = dD − Bgᵀ (beta dD),  dV = beta Y
     dS <- e^γ_C dS + Qᵀ (s e^γ dO) − Kᵀ (e^γ dV)
 
 Everything is computed transposed, so what a product makes is the left operand of the next one as
@@ -174,7 +174,8 @@ def backward_walk_kernel(
     decay_q_ptr,  # [HO, B * T] float32
     g2_ptr,  # None without g
     e_ptr,  # [B * T, HV, V]: E; None without beta
-    dv_ptr,  # [B, T, HV, V]: dD0 in, dV out
+    p_ptr,  # [B * T, HO, C]; None without dO
+    dv_ptr,  # [B, T, HV, V]: dV
     dS_ptr,  # [B * T // C + N, HV, V, K]: the gradient of the state after each chunk
     by_beta_ptr,  # [BLOCKS, HV, B * T] float32: shares of Σ_v Y E; None without beta
     by_write_ptr,  # [BLOCKS, HV, B * T] float32: shares of Σ_v D (e^(γ_C-γ) K dS); None without g
@@ -252,8 +253,6 @@ def backward_walk_kernel(
         rows = offs_c < left
         wide_t = tl.cast(t, tl.int64)
         k = load_rows(k_ptr + wide_t * stride_k_t, offs_c, offs_k, stride_k_t, rows, K, BLOCK_K)
-        dv_at = dv_ptr + wide_t * (HV * V)
-        dd0 = load_rows(dv_at, offs_c, offs_v, HV * V, rows, V, BLOCK_V)
         if b_ptr is None:
             e = load_rows(v_ptr + wide_t * stride_v_t, offs_c, offs_v, stride_v_t, rows, V, BLOCK_V)
         else:
@@ -262,7 +261,15 @@ def backward_walk_kernel(
         tl.store(dS_ptr + (wide_t // C) * (HV * K * V), dS_low, mask=tile)
         decay_out = load_factors(decay_out_ptr, t, offs_f, left)
         write = tl.dot(dS_low, tl.trans(k), input_precision=PRECISION) * decay_out[None, :]
-        dv = plus_values(write, dd0, one)
+        dv = write
+        if do_ptr is not None:
+            for reader in tl.static_range(READERS):
+                head_o = head_v * READERS + reader
+                do_at = do_ptr + ((token + wide_t) * HO + head_o) * V
+                do = load_rows(do_at, offs_c, offs_v, HO * V, rows, V, BLOCK_V)
+                p_at = p_ptr + ((token + wide_t) * HO + head_o) * C
+                p = load_rows(p_at, offs_c, offs_c, HO * C, rows, C, C)
+                dv = tl.dot(tl.trans(do), p, acc=dv, input_precision=PRECISION)
         e = plus_values(tl.zeros([BLOCK_V, C], tl.float32), e, one)
         beta = tl.full([C], 1.0, tl.float32)
         if b_ptr is not None:
@@ -276,7 +283,7 @@ def backward_walk_kernel(
         if g2_ptr is not None:
             by_write = tl.sum(write * e, axis=0) * beta
             tl.store(by_write_ptr + t + offs_c, by_write, mask=rows)
-        store_columns(dv_at, dv, offs_c, offs_v, HV * V, rows, V)
+        store_columns(dv_ptr + wide_t * (HV * V), dv, offs_c, offs_v, HV * V, rows, V)
         dS = dS * decay_of(g2_ptr, t + left - 1)
         if b_ptr is not None:
             decay_in = load_factors(decay_in_ptr, t, offs_f, left)
