@@ -69,6 +69,10 @@ class Parts(NamedTuple):
     """The workspace."""
 
     p: Pointer | None  # [tokens, HO, C]; None without dO
+    p_low: Pointer | None  # low terms, in hard chunks; None without beta, unless bfloat16
+    e_low: Pointer | None  # [tokens, HV, V]
+    dv_low: Pointer | None  # [tokens, HV, V]
+    hard: Pointer | None  # [HV, slots] int32
     b: Pointer | None  # [tokens, HV, C]; None without beta
     b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
     beta32: Pointer | None  # [HV, tokens]
@@ -95,9 +99,16 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
     def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
         return memory.scratch(name, *shape, dtype=dtype) if wanted else None
 
+    lows = delta and p.dtype == torch.bfloat16
     half = torch.float32 if exact else torch.float16
     return Parts(
         p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
+        p_low=part(
+            lows and p.do is not None, "ws.p_low", tokens, p.HO, CHUNK, dtype=p.dtype
+        ),
+        e_low=part(lows, "ws.e_low", tokens, p.HV, p.V, dtype=p.dtype),
+        dv_low=part(lows, "ws.dv_low", tokens, p.HV, p.V, dtype=p.dtype),
+        hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
         b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
         b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
         beta32=part(delta, "ws.beta32", p.HV, tokens),
@@ -161,6 +172,8 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
             beta_ptr=memory["beta"],
             **raw,
             p_ptr=w.p,
+            p_low_ptr=w.p_low,
+            hard_ptr=w.hard,
             dq_ptr=memory["dq"],
             dk_ptr=memory["dk"],
             dv_ptr=memory["dv"],
@@ -242,6 +255,8 @@ def _walks(
         "decay_out_ptr": w.decay_out,
         "g2_ptr": w.g2,
         "e_ptr": w.e,
+        "e_low_ptr": w.e_low,
+        "hard_ptr": w.hard,
         **sizes,
         **memory.strides("k", "bth"),
         **memory.strides("v", "bth"),
@@ -268,7 +283,9 @@ def _walks(
         do_ptr=memory["do"],
         decay_q_ptr=w.decay_q,
         p_ptr=w.p,
+        p_low_ptr=w.p_low,
         dv_ptr=memory["dv"],
+        dv_low_ptr=w.dv_low,
         dS_ptr=w.dS,
         by_beta_ptr=w.by_beta,
         by_write_ptr=w.by_write,
@@ -302,6 +319,8 @@ def _gradients(
         "k_ptr": memory["k"],
         "do_ptr": memory["do"],
         "d_ptr": d_ptr,
+        "d_low_ptr": w.e_low,
+        "hard_ptr": w.hard,
         "S_ptr": w.S,
         "beta32_ptr": w.beta32,
         "g2_ptr": w.g2,
@@ -339,6 +358,7 @@ def _gradients(
         by_beta_ptr=w.by_beta,
         dk_ptr=memory["dk"],
         dv_ptr=memory["dv"],
+        dv_low_ptr=w.dv_low,
         dg_ptr=memory["dg"],
         dbeta_ptr=memory["dbeta"],
         by_gate_ptr=w.by_gate,

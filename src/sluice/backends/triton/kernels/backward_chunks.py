@@ -10,6 +10,10 @@ Y = dD − Bgᵀ (beta dD): one matrix for both walks, nothing is divided by bet
 diagonal of the inverse are never rounded. Bg is float16 for 16-bit inputs, divided by a power of
 two per chunk.
 
+Where keys nearly repeat, gradients are small differences of large terms. With bfloat16 inputs a
+chunk of such keys is *hard* and marked so, by its own keys alone: what is rounded to bfloat16 there
+(P, E, dV) is kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read.
+
 Gates are activated here, once: cumulative log2 decays, beta, and the factors by which the walks
 multiply each token. Keys and queries are read as given; their inverse lengths are factors too.
 """
@@ -24,6 +28,7 @@ import triton.language as tl
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
 from sluice.backends.triton.kernels.math import NORM_EPS, begin, float16_scale, sigmoid
 from sluice.backends.triton.kernels.prefill_chunks import (
+    NEAR,
     C,
     gated_block,
     load_keys,
@@ -78,6 +83,28 @@ def query_key_products(
     return qk, qq, kk
 
 
+@triton.jit
+def repeats(
+    k_ptr, t, end, stride_k_t, K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE_QK: tl.constexpr
+):
+    """Whether a chunk has as many pairs of nearly equal keys as it has keys, less one."""
+    offs = tl.arange(0, C)
+    kk = tl.zeros([C, C], tl.float32)
+    for d in tl.static_range(0, K, BLOCK_K):
+        k = load_tile(k_ptr, t, end, d, stride_k_t, K, BLOCK_K)
+        kk = tl.dot(k, tl.trans(k), acc=kk)
+    near = tl.full([C], NEAR, tl.float32)
+    if NORMALIZE_QK:  # of keys that are not divided by their lengths, long ones count
+        near = near * tl.sqrt(tl.sum(tl.where(offs[:, None] == offs[None, :], kk, 0.0), axis=1))
+        near_j = tl.sqrt(tl.sum(tl.where(offs[:, None] == offs[None, :], kk, 0.0), axis=0))
+        close = tl.abs(kk) >= near[:, None] * near_j[None, :]
+    else:
+        close = tl.abs(kk) >= near[:, None]
+    n = tl.minimum(end - t, C)
+    pairs = tl.sum((close & (offs[:, None] > offs[None, :]) & (offs < n)[:, None]).to(tl.int32))
+    return (pairs > 0) & (pairs >= n - 1)
+
+
 @triton.jit(
     do_not_specialize=["N", "T", "tokens", "stride_g_b", "stride_beta_b"],
     do_not_specialize_on_alignment=[*INDICES, *GATES],
@@ -90,6 +117,8 @@ def backward_local_kernel(
     A_log_ptr,  # [HV]; given: g and beta are raw gates
     dt_bias_ptr,  # [HV]; None: 0
     p_ptr,  # [B * T, HO, C]: P; None without dO
+    p_low_ptr,  # the same: its low terms in hard chunks; None unless inputs are bfloat16
+    hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None likewise, and without beta
     dq_ptr,  # [B, T, HQ, K]: zeros for tokens after the last sequence, as the next four
     dk_ptr,
     dv_ptr,
@@ -172,6 +201,11 @@ def backward_local_kernel(
         tl.store(beta32_ptr + of_value, beta, mask=rows)
     q_ptr += batch * stride_q_b
     k_ptr += batch * stride_k_b + head_k * stride_k_h
+    hard = False
+    if hard_ptr is not None:
+        hard = repeats(k_ptr, t, end, stride_k_t, K, BLOCK_K, r_k_ptr is not None)
+        slot = (batch * T + t) // C + seq
+        tl.store(hard_ptr + head_v.to(tl.int64) * (tokens // C + N) + slot, hard.to(tl.int32))
     for reader in tl.static_range(READERS):
         head_o = head_v * READERS + reader
         head_q = head_o * HQ // HO
@@ -196,7 +230,12 @@ def backward_local_kernel(
         if p_ptr is not None:
             qk = qk * fade * (r_q * scale)[:, None] * r_k[None, :]
             at = p_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
-            tl.store(at, qk.to(p_ptr.dtype.element_ty), mask=rows[:, None])
+            high = qk.to(p_ptr.dtype.element_ty)
+            tl.store(at, high, mask=rows[:, None])
+            if p_low_ptr is not None:
+                at = p_low_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
+                low = (qk - high.to(tl.float32)).to(p_low_ptr.dtype.element_ty)
+                tl.store(at, low, mask=rows[:, None] & hard)
 
 
 @triton.jit

@@ -97,6 +97,28 @@ def spanned(pairs, inter):
 
 
 @triton.jit
+def is_hard(hard_ptr, head_v, slot, slots):
+    """Whether a chunk is hard."""
+    if hard_ptr is None:
+        hard: tl.constexpr = False
+    else:
+        hard = tl.load(hard_ptr + head_v.to(tl.int64) * slots + slot) != 0
+    return hard
+
+
+@triton.jit
+def plus_product(
+    acc, x_ptr, y_ptr, t, end, stride_x_t, stride_y_t, V: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """acc + X Yᵀ for two chunks of 16-bit rows."""
+    for v in tl.range(0, V, BLOCK_V, num_stages=1):
+        x = load_tile(x_ptr, t, end, v, stride_x_t, V, BLOCK_V)
+        y = load_tile(y_ptr, t, end, v, stride_y_t, V, BLOCK_V)
+        acc = tl.dot(x, tl.trans(y), acc=acc)
+    return acc
+
+
+@triton.jit
 def sum_of_parts(ptr, at, rows, step, PARTS: tl.constexpr):
     """The sum of what PARTS programs left for each token."""
     total = tl.load(ptr + at, mask=rows, other=0.0)
@@ -113,6 +135,8 @@ def backward_queries_kernel(
     k_ptr,  # [B, T, HK, K]
     do_ptr,  # [B, T, HO, V]; None: zeros
     d_ptr,  # [B, T, HV, V]: E; v without beta
+    d_low_ptr,  # [B * T, HV, V]: low terms of E in hard chunks; None: there are none
+    hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     S_ptr,  # [B * T // C + N, HV, V, K]
     beta32_ptr,  # [HV, B * T] float32; None without beta
     g2_ptr,  # [HV, B * T] float32; None without g
@@ -185,6 +209,9 @@ def backward_queries_kernel(
                 read = tl.dot(do, S, acc=read, input_precision=PRECISION)
                 d = load_tile(d_at, t, end, v, stride_d_t, V, BLOCK_V)
                 n = tl.dot(do, tl.trans(d), acc=n, input_precision=PRECISION)
+            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                d_at = d_low_ptr + (in_row * HV + head_v) * V
+                n = plus_product(n, do_at, d_at, t, end, HO * V, HV * V, V, BLOCK_V)
             read = read * (tl.exp2(g2) * scale)[:, None]
             dq += read
             n = n * fade(g2, False) * (beta * scale)[None, :]
@@ -216,6 +243,8 @@ def backward_keys_kernel(
     dt_bias_ptr,
     do_ptr,  # [B, T, HO, V]; None: zeros
     d_ptr,  # [B, T, HV, V]: E; v without beta
+    d_low_ptr,  # [B * T, HV, V]: low terms of E in hard chunks; None: there are none
+    hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     S_ptr,  # [B * T // C + N, HV, V, K]
     dS_ptr,
     by_query_ptr,  # [HO, B * T] float32; None without g
@@ -227,6 +256,7 @@ def backward_keys_kernel(
     r_q_ptr,  # [B * T, HQ] float32
     dk_ptr,  # [B, T, HK, K]
     dv_ptr,  # [B, T, HV, V], read
+    dv_low_ptr,  # [B * T, HV, V]
     dg_ptr,  # [B, T, HV]; None without g
     dbeta_ptr,  # [B, T, HV]; None without beta
     by_gate_ptr,  # [units, 2, HV] float32: Σ g dg and Σ da of each chunk; None: no raw gates
@@ -320,6 +350,9 @@ def backward_keys_kernel(
                     do = load_tile(do_at, t, end, v, HO * V, V, BLOCK_V)
                     nt = tl.dot(d, tl.trans(do), acc=nt, input_precision=PRECISION)
                 r_q = load_vector(r_q_ptr, token * HQ + head_q, rows)
+                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                    low_at = d_low_ptr + (in_row * HV + head_v) * V
+                    nt = plus_product(nt, low_at, do_at, t, end, HV * V, HO * V, V, BLOCK_V)
                 nt = nt * fade(g2, True) * (beta * scale)[:, None] * r_q[None, :]
                 q = load_tile(q_ptr + head_q * stride_q_h, t, end, 0, stride_q_t, K, BLOCK_K)
                 dk = tl.dot(nt.to(q.dtype), q, acc=dk, input_precision=PRECISION)
@@ -340,6 +373,13 @@ def backward_keys_kernel(
                 dv = load_tile(dv_at, t, end, v, HV * V, V, BLOCK_V)
                 h = tl.dot(dv, tl.trans(d), acc=h, input_precision=PRECISION)
                 ht = tl.dot(d, tl.trans(dv), acc=ht, input_precision=PRECISION)
+            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                d_low_at = d_low_ptr + (in_row * HV + head_v) * V
+                v_low_at = dv_low_ptr + (in_row * HV + head_v) * V
+                h = plus_product(h, dv_at, d_low_at, t, end, HV * V, HV * V, V, BLOCK_V)
+                h = plus_product(h, v_low_at, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V)
+                ht = plus_product(ht, d_low_at, dv_at, t, end, HV * V, HV * V, V, BLOCK_V)
+                ht = plus_product(ht, d_at, v_low_at, t, end, stride_d_t, HV * V, V, BLOCK_V)
             h = tl.where(below, h * -fade(g2, False), 0.0) * beta[None, :]
             ht = tl.where(above, ht * -fade(g2, True), 0.0) * beta[:, None]
             by_pair = ((h + ht) * r_k[None, :]).to(k.dtype)

@@ -12,7 +12,8 @@ it lies in registers, and right operands are tiles as they were loaded. No left 
 transpose of something computed: Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper.
 
 Each walk stores the state it meets before its step, in the dtype of the inputs: S before each
-chunk, dS after it. The second one also stores, per token and tile of columns, its share of dbeta
+chunk, dS after it. In hard chunks (backward_chunks.py) low terms are read and stored as well. The
+second one also stores, per token and tile of columns, its share of dbeta
 and of what dS asks of the token's decay.
 """
 
@@ -79,6 +80,8 @@ def backward_states_kernel(
     g2_ptr,  # None without g
     state_ptr,  # [N, HV, V, K] or [N, HV, K, V]; None: zeros
     e_ptr,  # [B * T, HV, V]: E; None without beta
+    e_low_ptr,  # the same: its low terms in hard chunks; None: there are none
+    hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     S_ptr,  # [B * T // C + N, HV, V, K]: the state before each chunk
     cu_seqlens_ptr,
     N,
@@ -130,6 +133,9 @@ def backward_states_kernel(
         b_ptr += (token * HV + head_v) * C
         beta32_ptr += of_head
         e_ptr += (token * HV + head_v) * V
+        if hard_ptr is not None:
+            e_low_ptr += (token * HV + head_v) * V
+            hard_ptr += head_v.to(tl.int64) * (tokens // C + N) + token // C + seq
         if b_down_ptr is not None:
             b_down_ptr += of_head
     S_ptr += ((token // C + seq) * HV + head_v) * (K * V) + offs_v[:, None] * K + offs_k[None, :]
@@ -154,7 +160,12 @@ def backward_states_kernel(
             read = tl.dot(S_low, tl.trans(k), input_precision=PRECISION)
             r = plus_values(read * -decay_in[None, :], v, one)
             e = r - resolved(r * beta[None, :], b, scale_of(b_down_ptr, t), False, PRECISION)
-            store_columns(e_ptr + wide_t * (HV * V), e, offs_c, offs_v, HV * V, rows, V)
+            in_e = wide_t * (HV * V)
+            store_columns(e_ptr + in_e, e, offs_c, offs_v, HV * V, rows, V)
+            if hard_ptr is not None:
+                some = rows & (tl.load(hard_ptr + t // C) != 0)
+                low = e - e.to(e_ptr.dtype.element_ty).to(tl.float32)
+                store_columns(e_low_ptr + in_e, low, offs_c, offs_v, HV * V, some, V)
             d = e * beta[None, :]
         S = S * decay_of(g2_ptr, t + left - 1)
         S = tl.dot((d * decay_out[None, :]).to(k.dtype), k, acc=S, input_precision=PRECISION)
@@ -174,8 +185,12 @@ def backward_walk_kernel(
     decay_q_ptr,  # [HO, B * T] float32
     g2_ptr,  # None without g
     e_ptr,  # [B * T, HV, V]: E; None without beta
+    e_low_ptr,  # the same: its low terms in hard chunks; None: there are none
+    hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     p_ptr,  # [B * T, HO, C]; None without dO
+    p_low_ptr,
     dv_ptr,  # [B, T, HV, V]: dV
+    dv_low_ptr,  # [B * T, HV, V]; None: there are none
     dS_ptr,  # [B * T // C + N, HV, V, K]: the gradient of the state after each chunk
     by_beta_ptr,  # [BLOCKS, HV, B * T] float32: shares of Σ_v Y E; None without beta
     by_write_ptr,  # [BLOCKS, HV, B * T] float32: shares of Σ_v D (e^(γ_C-γ) K dS); None without g
@@ -242,6 +257,10 @@ def backward_walk_kernel(
         beta32_ptr += of_head
         by_beta_ptr += of_part
         e_ptr += (token * HV + head_v) * V
+        if hard_ptr is not None:
+            e_low_ptr += (token * HV + head_v) * V
+            dv_low_ptr += (token * HV + head_v) * V
+            hard_ptr += head_v.to(tl.int64) * (tokens // C + N) + token // C + seq
         if b_down_ptr is not None:
             b_down_ptr += of_head
     dS_ptr += ((token // C + seq) * HV + head_v) * (K * V) + offs_v[:, None] * K + offs_k[None, :]
@@ -257,6 +276,9 @@ def backward_walk_kernel(
             e = load_rows(v_ptr + wide_t * stride_v_t, offs_c, offs_v, stride_v_t, rows, V, BLOCK_V)
         else:
             e = load_rows(e_ptr + wide_t * (HV * V), offs_c, offs_v, HV * V, rows, V, BLOCK_V)
+        some = rows
+        if hard_ptr is not None:
+            some = rows & (tl.load(hard_ptr + t // C) != 0)
         dS_low = dS.to(k.dtype)
         tl.store(dS_ptr + (wide_t // C) * (HV * K * V), dS_low, mask=tile)
         decay_out = load_factors(decay_out_ptr, t, offs_f, left)
@@ -270,7 +292,15 @@ def backward_walk_kernel(
                 p_at = p_ptr + ((token + wide_t) * HO + head_o) * C
                 p = load_rows(p_at, offs_c, offs_c, HO * C, rows, C, C)
                 dv = tl.dot(tl.trans(do), p, acc=dv, input_precision=PRECISION)
+                if hard_ptr is not None:
+                    p_at = p_low_ptr + ((token + wide_t) * HO + head_o) * C
+                    p = load_rows(p_at, offs_c, offs_c, HO * C, some, C, C)
+                    dv = tl.dot(tl.trans(do), p, acc=dv)
         e = plus_values(tl.zeros([BLOCK_V, C], tl.float32), e, one)
+        if hard_ptr is not None:
+            e_at = e_low_ptr + wide_t * (HV * V)
+            e_low = load_rows(e_at, offs_c, offs_v, HV * V, some, V, BLOCK_V)
+            e = plus_values(e, e_low, one)
         beta = tl.full([C], 1.0, tl.float32)
         if b_ptr is not None:
             beta = load_factors(beta32_ptr, t, offs_f, left)
@@ -283,7 +313,11 @@ def backward_walk_kernel(
         if g2_ptr is not None:
             by_write = tl.sum(write * e, axis=0) * beta
             tl.store(by_write_ptr + t + offs_c, by_write, mask=rows)
-        store_columns(dv_ptr + wide_t * (HV * V), dv, offs_c, offs_v, HV * V, rows, V)
+        in_v = wide_t * (HV * V)
+        store_columns(dv_ptr + in_v, dv, offs_c, offs_v, HV * V, rows, V)
+        if hard_ptr is not None:
+            low = dv - dv.to(dv_ptr.dtype.element_ty).to(tl.float32)
+            store_columns(dv_low_ptr + in_v, low, offs_c, offs_v, HV * V, some, V)
         dS = dS * decay_of(g2_ptr, t + left - 1)
         if b_ptr is not None:
             decay_in = load_factors(decay_in_ptr, t, offs_f, left)
