@@ -87,8 +87,8 @@ class Parts(NamedTuple):
     decay_q: Pointer  # [HO, tokens]
     r_k: Pointer | None  # [tokens, HK]; None without norm
     r_q: Pointer | None  # [tokens, HQ]
-    S: Pointer  # [slots, HV, V, K]
-    dS: Pointer
+    before: Pointer  # [slots, HV, V, K]: S
+    after: Pointer  # [slots, HV, V, K]: dS
 
 
 def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
@@ -103,9 +103,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
     half = torch.float32 if exact else torch.float16
     return Parts(
         p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
-        p_low=part(
-            lows and p.do is not None, "ws.p_low", tokens, p.HO, CHUNK, dtype=p.dtype
-        ),
+        p_low=part(lows and p.do is not None, "ws.p_low", tokens, p.HO, CHUNK, dtype=p.dtype),
         e_low=part(lows, "ws.e_low", tokens, p.HV, p.V, dtype=p.dtype),
         dv_low=part(lows, "ws.dv_low", tokens, p.HV, p.V, dtype=p.dtype),
         hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
@@ -123,8 +121,8 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
         decay_q=part(True, "ws.decay_q", p.HO, tokens),
         r_k=part(p.normalize_qk, "ws.r_k", tokens, p.HK),
         r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
-        S=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
-        dS=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        before=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        after=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
     )
 
 
@@ -270,7 +268,7 @@ def _walks(
         p.device,
         **common,
         state_ptr=memory.dense("state"),
-        S_ptr=w.S,
+        S_ptr=w.before,
         STAGES=plan.states.num_stages,
     )
     walk = kernel_call(
@@ -286,7 +284,7 @@ def _walks(
         p_low_ptr=w.p_low,
         dv_ptr=memory["dv"],
         dv_low_ptr=w.dv_low,
-        dS_ptr=w.dS,
+        dS_ptr=w.after,
         by_beta_ptr=w.by_beta,
         by_write_ptr=w.by_write,
         dfinal_ptr=memory.dense("dfinal"),
@@ -321,7 +319,7 @@ def _gradients(
         "d_ptr": d_ptr,
         "d_low_ptr": w.e_low,
         "hard_ptr": w.hard,
-        "S_ptr": w.S,
+        "S_ptr": w.before,
         "beta32_ptr": w.beta32,
         "g2_ptr": w.g2,
         "r_k_ptr": w.r_k,
@@ -353,7 +351,7 @@ def _gradients(
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
-        dS_ptr=w.dS,
+        dS_ptr=w.after,
         by_write_ptr=w.by_write,
         by_beta_ptr=w.by_beta,
         dk_ptr=memory["dk"],

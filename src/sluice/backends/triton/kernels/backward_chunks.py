@@ -118,7 +118,7 @@ def backward_local_kernel(
     dt_bias_ptr,  # [HV]; None: 0
     p_ptr,  # [B * T, HO, C]: P; None without dO
     p_low_ptr,  # the same: its low terms in hard chunks; None unless inputs are bfloat16
-    hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None likewise, and without beta
+    hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: no low terms
     dq_ptr,  # [B, T, HQ, K]: zeros for tokens after the last sequence, as the next four
     dk_ptr,
     dv_ptr,

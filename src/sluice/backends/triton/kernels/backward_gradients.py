@@ -97,6 +97,24 @@ def spanned(pairs, inter):
 
 
 @triton.jit
+def row_products(
+    x, y, x_ptr, y_ptr, t, end, stride_x_t, stride_y_t,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """X Yᵀ. Float32 rows are loaded again, in pieces: as operands they are two terms each."""
+    if x.dtype == tl.float32:
+        PIECE: tl.constexpr = 16
+        xy = tl.zeros([C, C], tl.float32)
+        for d in tl.range(0, K, PIECE, num_stages=1):
+            x_piece = load_tile(x_ptr, t, end, d, stride_x_t, K, PIECE)
+            y_piece = load_tile(y_ptr, t, end, d, stride_y_t, K, PIECE)
+            xy = tl.dot(x_piece, tl.trans(y_piece), acc=xy, input_precision=PRECISION)
+    else:
+        xy = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    return xy
+
+
+@triton.jit
 def is_hard(hard_ptr, head_v, slot, slots):
     """Whether a chunk is hard."""
     if hard_ptr is None:
@@ -127,9 +145,7 @@ def sum_of_parts(ptr, at, rows, step, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit(
-    do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES
-)
+@triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
 def backward_queries_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
@@ -219,7 +235,10 @@ def backward_queries_kernel(
             r_k = load_vector(r_k_ptr, token * HK + head_k, rows)
             if g2_ptr is not None:
                 inter = tl.sum(read * q.to(tl.float32), axis=1) * r_q
-                qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                k_at = k_ptr + head_k * stride_k_h
+                qk = row_products(
+                    q, k, q_at, k_at, t, end, stride_q_t, stride_k_t, K, BLOCK_K, PRECISION
+                )
                 asked = spanned(n * qk * r_q[:, None] * r_k[None, :], inter)
                 tl.store(by_query_ptr + of_output, asked, mask=rows)
             n = n * r_k[None, :]
@@ -394,7 +413,9 @@ def backward_keys_kernel(
             of_output = (head_v * READERS).to(tl.int64) * tokens + token
             dg = sum_of_parts(by_query_ptr, of_output, rows, tokens, READERS)
             if beta32_ptr is not None:
-                kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+                kk = row_products(
+                    k, k, k_at, k_at, t, end, stride_k_t, stride_k_t, K, BLOCK_K, PRECISION
+                )
                 dg += spanned(h * kk * r_k[:, None] * r_k[None, :], inter)
             kept = sum_of_parts(by_write_ptr, of_value, rows, HV * tokens, PARTS)
             dg += tl.sum(tl.where(below, kept[None, :], 0.0), axis=1)

@@ -1,0 +1,132 @@
+"""Triton's backward kernels: on a GPU, or in Triton's interpreter.
+
+FLA's backward is wrong on Hopper with Triton 3.4 to 3.7.0, by tens of percent in dk, dbeta and dg,
+for chunks of 64 tokens and keys of 64: a product whose left operand is the transpose of what
+another product made. Every gradient here is compared with float64, at 64 and 128, so a compiler
+that does the same to these kernels fails these tests.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sluice
+from sluice import calls
+from sluice.testing import gradients as exact
+from sluice.testing.compare import assert_same_bits, assert_within
+from tests.suite import DEVICE, backends
+from tests.training.calls import FLOAT32, HALF, Call
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning"),
+    pytest.mark.skipif("triton" not in backends("prefill_backward"), reason="no Triton here"),
+]
+SMALL = Call("base", B=1, K=16, V=24)
+KINDS = [
+    SMALL,
+    SMALL.of(name="linear", decay=None, delta=False),
+    SMALL.of(name="gated", delta=False),
+    SMALL.of(name="delta", decay=None),
+    SMALL.of(name="raw", raw=True, neg_eigval=True, B=2),
+    SMALL.of(name="packed", lengths=(5, 0, 64, 1, 70), raw=True),
+    SMALL.of(name="many queries", HQ=8),
+    SMALL.of(name="one query", HQ=1),
+    SMALL.of(name="no state, no norm", state=False, normalize=False, scale=0.3),
+    SMALL.of(name="kv", layout="kv", V=16, HK=4),
+]
+HARD = [
+    SMALL.of(name=f"{keys}, decay {rate}, beta {beta}", keys=keys, rate=rate, beta=beta, T=130)
+    for keys, rate, beta in (
+        ("random", 20.0, "random"),
+        ("correlated", 0.001, "one"),
+        ("repeated", 0.0, "one"),
+        ("identical", 0.0, "one"),
+        ("random", 0.1, "zero"),
+    )
+]
+WIDE = [
+    Call("128", B=1, T=200, K=128, V=128),
+    Call("64", B=1, T=200, K=64, V=64, raw=True),
+    Call("128, packed", lengths=(5, 0, 64, 1, 130), K=128, V=128),
+    Call("128, repeated", B=1, T=130, K=128, V=128, keys="repeated", rate=0.0, beta="one"),
+    Call("128, correlated", B=1, T=200, K=128, V=128, keys="correlated", rate=0.01),
+    Call("256", B=1, T=70, HV=2, K=256, V=256),
+]
+ARGUMENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def backward_of(leaves, options, do, dfinal):
+    """The gradients by Triton's kernels, by name."""
+    given = [leaves[n].detach().to(DEVICE) if n in leaves else None for n in ARGUMENTS]
+    bounds = options.get("cu_seqlens")
+    given += [None if bounds is None else bounds.to(DEVICE), None, do.to(DEVICE), dfinal.to(DEVICE)]
+    kept = tuple(options[n] for n in ("scale", "normalize_qk", "neg_eigval", "state_layout"))
+    op = calls.BACKWARD["prefill_backward"]
+    made = calls.run(op, [*given, *[None] * len(ARGUMENTS)], kept, None, "triton")
+    made = zip(ARGUMENTS, made[len(given) :], strict=True)
+    return {n: x.cpu() for n, x in made if n in leaves}
+
+
+def drawn(call, dtype):
+    """A call's leaves and options, and gradients of its outputs: NaN where none may be read."""
+    leaves, options = call.make(dtype)
+    o, final = exact.delta(**leaves, **options)
+    gen = torch.Generator().manual_seed(1)
+    tokens = leaves["v"].shape[1]
+    do = torch.randn(o.shape[0], tokens, *o.shape[2:], generator=gen).to(dtype)
+    dfinal = torch.randn(final.shape, generator=gen)
+    return leaves, options, (o, final), do, dfinal
+
+
+def check(call, dtype):
+    leaves, options, (o, final), do, dfinal = drawn(call, dtype)
+    end = None if call.lengths is None else sum(call.lengths)
+    by = [do[:, : o.shape[1]].double(), dfinal.double()]
+    if end is not None:
+        by[0] = by[0].clone()
+        by[0][:, end:] = 0
+        do[:, end:] = float("nan")
+    wanted = torch.autograd.grad([o, final], list(leaves.values()), by, allow_unused=True)
+    found = backward_of(leaves, options, do, dfinal)
+    for (name, a), b in zip(found.items(), wanted, strict=True):
+        limit = FLOAT32 if dtype == torch.float32 else HALF.get(name, 6e-3)
+        if end is not None and name in ("q", "k", "v", "g", "beta"):
+            assert not a[:, end:].any(), f"d{name} behind the last border"
+            a, b = a[:, :end], b[:, :end]
+        assert_within(a, b, limit, name=f"{call}: d{name}")
+
+
+def half():
+    return torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+
+@pytest.mark.parametrize("call", [*KINDS, *HARD], ids=str)
+def test_gradients_in_float32(call):
+    check(call, torch.float32)
+
+
+@pytest.mark.parametrize("call", [KINDS[0], KINDS[4], KINDS[5], *HARD], ids=str)
+def test_gradients_in_16_bits(call):
+    check(call, half())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("call", WIDE, ids=str)
+def test_gradients_of_wide_heads(call, dtype):
+    check(call, dtype)
+
+
+def test_the_same_bits_each_time():
+    leaves, options, _, do, dfinal = drawn(SMALL.of(T=130, HK=1, HQ=1), half())
+    first = backward_of(leaves, options, do, dfinal)
+    again = backward_of(leaves, options, do, dfinal)
+    for name, x in first.items():
+        assert_same_bits(again[name], x, name)
+
+
+def test_decay_per_key_is_left_to_another_backend():
+    leaves, options, _, do, dfinal = drawn(SMALL.of(decay="key", T=9), torch.float32)
+    with pytest.raises(sluice.BackendError, match="one decay per head"):
+        backward_of(leaves, options, do, dfinal)
