@@ -45,7 +45,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     columns = max(16, configs.power_of_two(p.V))
     if p.dtype == torch.float32:
         few = Config(num_warps=4, BLOCK_V=16)
-        return Plan(few, few, few, few, few)
+        return Plan(few, few, few, *[few._replace(num_warps=8 if p.K > 64 else 4)] * 2)
     wide = p.K > 128
     large = gpu.shared_memory(p.device) >= 160 << 10
     rows = 64 if gpu.has_wgmma(p.device) else 32
@@ -56,12 +56,13 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     )
     walk = serial._replace(num_stages=min(stages, 2))
     most = min(64 if large else 32, columns)
+    last = Config(num_warps=8 if wide else 4, BLOCK_V=most, num_stages=2, fp_fusion=True)
     return Plan(
         local=Config(num_warps=4, fp_fusion=True),
         states=serial,
         walk=walk,
-        queries=Config(num_warps=4, BLOCK_V=most, num_stages=2, fp_fusion=True),
-        keys=Config(num_warps=4, BLOCK_V=most, num_stages=2, fp_fusion=True),
+        queries=last,
+        keys=last,
     )
 
 
@@ -131,10 +132,18 @@ def launches(spec: DeltaBackwardSpec) -> Launches:
     return planned_launches(spec, plan_of(spec))
 
 
+FLOAT32_MEMORY = {64: 96 << 10, 128: 160 << 10, 256: 288 << 10}
+"""Shared memory that the kernels need for float32 keys, by their width rounded up."""
+
+
 def refuse(spec: DeltaBackwardSpec) -> str | None:
-    """Decay per key."""
+    """Decay per key, and float32 keys that do not fit into shared memory."""
     if spec.decay == "key":
         return "the backward kernels have one decay per head, not one per key"
+    if spec.dtype == torch.float32:
+        needed = FLOAT32_MEMORY[max(64, configs.power_of_two(spec.K))]
+        if needed > gpu.shared_memory(spec.device):
+            return f"float32 keys of {spec.K} need {needed >> 10} kB of shared memory in backward"
     return None
 
 
