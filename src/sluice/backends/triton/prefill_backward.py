@@ -226,20 +226,7 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
     calls += _walks(p, memory, w, plan, sizes, p.N * p.HV * columns)
     calls += _gradients(p, memory, w, plan, sizes, units, columns)
     if w.by_gate is not None:
-        calls.append(
-            kernel_call(
-                SUMS,
-                p.HV,
-                Config(num_warps=4),
-                p.device,
-                by_gate_ptr=w.by_gate,
-                dA_log_ptr=memory["dA_log"],
-                ddt_bias_ptr=memory["ddt_bias"],
-                units=units,
-                HV=p.HV,
-                BLOCK=128,
-            )
-        )
+        calls.append(gate_sums(memory, w.by_gate, units, p.HV))
     return Launches(spec, memory, calls)
 
 
@@ -376,3 +363,19 @@ def _gradients(
         PARTS=columns,
     )
     return [queries, keys]
+
+
+def gate_sums(memory: Binding, parts: Pointer, count: int, HV: int) -> KernelCall:
+    """The launch that sums ``parts`` [count, 2, HV] into dA_log and ddt_bias."""
+    return kernel_call(
+        SUMS,
+        HV,
+        Config(num_warps=4),
+        memory.spec.device,
+        by_gate_ptr=parts,
+        dA_log_ptr=memory["dA_log"],
+        ddt_bias_ptr=memory["ddt_bias"],
+        units=count,
+        HV=HV,
+        BLOCK=128,
+    )
