@@ -30,37 +30,41 @@ KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
 SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
 
 
+WARPS = 4
+"""Warps of every kernel with large products. On Hopper these are one warpgroup: with two, Triton up
+to 3.8 puts no barrier between one group's products and the other's next tile in the same shared
+memory (triton-lang/triton 11047)."""
+
+
 class Plan(NamedTuple):
     """How the kernels are cut and launched."""
 
-    local: Config = Config(num_warps=4)
-    states: Config = Config(num_warps=4)  # BLOCK_V: value columns per program, of the walk as well
-    walk: Config = Config(num_warps=4)
-    queries: Config = Config(num_warps=4)  # BLOCK_V: value columns per step, of keys as well
-    keys: Config = Config(num_warps=4)
+    local: Config
+    states: Config  # BLOCK_V: value columns per program, of the walk as well
+    walk: Config
+    queries: Config  # BLOCK_V: value columns per step, of keys as well
+    keys: Config
 
 
 def plan_of(p: DeltaBackwardSpec) -> Plan:
     """The plan, by shapes and the GPU alone."""
     columns = max(16, configs.power_of_two(p.V))
     if p.dtype == torch.float32:
-        few = Config(num_warps=4, BLOCK_V=16)
-        return Plan(few, few, few, *[few._replace(num_warps=8 if p.K > 64 else 4)] * 2)
+        few = Config(num_warps=WARPS, BLOCK_V=16)
+        return Plan(few, few, few, few, few)
     wide = p.K > 128
     large = gpu.shared_memory(p.device) >= 160 << 10
     rows = 64 if gpu.has_wgmma(p.device) else 32
     block = min(rows if not wide or large else 16, columns)
     stages = STAGES if large and not wide else 1
-    serial = Config(
-        num_warps=8 if block == 64 else 4, BLOCK_V=block, num_stages=stages, fp_fusion=True
+    serial = Config(num_warps=WARPS, BLOCK_V=block, num_stages=stages, fp_fusion=True)
+    last = Config(
+        num_warps=WARPS, BLOCK_V=min(64 if large else 32, columns), num_stages=2, fp_fusion=True
     )
-    walk = serial._replace(num_stages=min(stages, 2))
-    most = min(64 if large else 32, columns)
-    last = Config(num_warps=8 if wide else 4, BLOCK_V=most, num_stages=2, fp_fusion=True)
     return Plan(
-        local=Config(num_warps=4, fp_fusion=True),
+        local=Config(num_warps=WARPS, fp_fusion=True),
         states=serial,
-        walk=walk,
+        walk=serial._replace(num_stages=min(stages, 2)),
         queries=last,
         keys=last,
     )
