@@ -31,7 +31,7 @@ OPS = {
     "step": "step",
     "prefill_backward": "prefill_backward",
     "causal_conv1d_backward": "conv_backward",
-    "conv_qkv_backward": "conv_qkv_backward",
+    "conv_qkv_backward": "conv_backward",
     "rms_norm_gated_backward": "norm_backward",
 }
 
