@@ -97,6 +97,9 @@ def check(call, dtype):
         assert_within(a, b, limit, name=f"{call}: d{name}")
 
 
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="too slow in Triton's interpreter")
+
+
 def half():
     return torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
@@ -111,14 +114,14 @@ def test_gradients_in_16_bits(call):
     check(call, half())
 
 
-@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("call", WIDE, ids=str)
 def test_gradients_of_wide_heads(call, dtype):
     check(call, dtype)
 
 
-@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("call", WIDE[:3], ids=str)
 def test_gradients_of_wide_float32_heads(call):
     check(call, torch.float32)

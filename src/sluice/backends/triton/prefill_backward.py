@@ -84,6 +84,7 @@ class Parts(NamedTuple):
     e: Pointer | None  # [tokens, HV, V]
     by_beta: Pointer | None  # [parts, HV, tokens]
     g2: Pointer | None  # [HV, tokens]; None without g
+    g2_low: Pointer | None  # [HV, tokens]; None without g, unless float32
     by_write: Pointer | None  # [parts, HV, tokens]
     by_query: Pointer | None  # [HO, tokens]
     by_gate: Pointer | None  # [units, 2, HV]; None without raw gates
@@ -118,6 +119,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
         e=part(delta, "ws.e", tokens, p.HV, p.V, dtype=p.dtype),
         by_beta=part(delta, "ws.by_beta", parts, p.HV, tokens),
         g2=part(gated, "ws.g2", p.HV, tokens),
+        g2_low=part(gated and exact, "ws.g2_low", p.HV, tokens),
         by_write=part(gated, "ws.by_write", parts, p.HV, tokens),
         by_query=part(gated, "ws.by_query", p.HO, tokens),
         by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
@@ -192,6 +194,7 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
             dbeta_ptr=memory["dbeta"],
             beta32_ptr=w.beta32,
             g2_ptr=w.g2,
+            g2_low_ptr=w.g2_low,
             decay_in_ptr=w.decay_in,
             decay_out_ptr=w.decay_out,
             decay_q_ptr=w.decay_q,
@@ -218,6 +221,7 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
                 k_ptr=memory["k"],
                 beta32_ptr=w.beta32,
                 g2_ptr=w.g2,
+                g2_low_ptr=w.g2_low,
                 r_k_ptr=w.r_k,
                 b_ptr=w.b,
                 b_down_ptr=w.b_down,
@@ -322,6 +326,7 @@ def _gradients(
         "S_ptr": w.before,
         "beta32_ptr": w.beta32,
         "g2_ptr": w.g2,
+        "g2_low_ptr": w.g2_low,
         "r_k_ptr": w.r_k,
         "r_q_ptr": w.r_q,
         "by_query_ptr": w.by_query,

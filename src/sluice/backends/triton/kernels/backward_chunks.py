@@ -26,7 +26,14 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-from sluice.backends.triton.kernels.math import NORM_EPS, begin, float16_scale, sigmoid
+from sluice.backends.triton.kernels.math import (
+    LOG2_E,
+    NORM_EPS,
+    begin,
+    float16_scale,
+    sigmoid,
+    softplus,
+)
 from sluice.backends.triton.kernels.prefill_chunks import (
     NEAR,
     C,
@@ -84,6 +91,25 @@ def query_key_products(
 
 
 @triton.jit
+def log2_decay_terms(g_ptr, A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t):
+    """A chunk's cumulative log2 decay as two float32 terms, summed in float64.
+
+    A difference of long sums must keep the digits of a short one: under strong decay, float32 sums
+    would leave 1e-5 in the decays between neighbours.
+    """
+    offs_t = t + tl.arange(0, C)
+    mask = offs_t < end
+    g = tl.load(g_ptr + offs_t * stride_g_t, mask=mask, other=0.0).to(tl.float32)
+    if A_log_ptr is not None:
+        if dt_bias_ptr is not None:
+            g += tl.load(dt_bias_ptr + head_v).to(tl.float32)
+        g = -tl.exp(tl.load(A_log_ptr + head_v).to(tl.float32)) * softplus(g)
+    g2 = tl.cumsum(tl.where(mask, g, 0.0).to(tl.float64) * LOG2_E, axis=0)
+    high = g2.to(tl.float32)
+    return high, (g2 - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def repeats(
     k_ptr, t, end, stride_k_t, K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE_QK: tl.constexpr
 ):
@@ -126,6 +152,7 @@ def backward_local_kernel(
     dbeta_ptr,  # None without beta
     beta32_ptr,  # [HV, B * T] float32: beta; None without
     g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
+    g2_low_ptr,  # the same: what float32 does not hold of it; None unless inputs are float32
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
     decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
     decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q
@@ -185,14 +212,20 @@ def backward_local_kernel(
     decay_in = tl.full([C], 1.0, tl.float32)
     decay_out = decay_in
     if g_ptr is not None:
-        g2 = log2_decay(
-            g_ptr + batch * stride_g_b + head_v * stride_g_h,
-            A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t,
-        )  # fmt: skip
+        g_at = g_ptr + batch * stride_g_b + head_v * stride_g_h
+        if g2_low_ptr is None:
+            g2 = log2_decay(g_at, A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t)
+            between = g2[:, None] - g2[None, :]
+            decay_out = tl.exp2(tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2)
+        else:
+            g2, low = log2_decay_terms(g_at, A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t)
+            tl.store(g2_low_ptr + of_value, low, mask=rows)
+            between = (g2[:, None] - g2[None, :]) + (low[:, None] - low[None, :])
+            left = tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2
+            decay_out = tl.exp2(left + (tl.sum(tl.where(offs_c == C - 1, low, 0.0)) - low))
         tl.store(g2_ptr + of_value, g2, mask=rows)
         decay_in = tl.exp2(g2)
-        decay_out = tl.exp2(tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2)
-        fade = tl.where(lower, tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0)), 0.0)
+        fade = tl.where(lower, tl.exp2(tl.where(lower, between, 0.0)), 0.0)
     if beta_ptr is not None:
         at = beta_ptr + batch * stride_beta_b + head_v * stride_beta_h
         beta = tl.load(at + (t + offs_c) * stride_beta_t, mask=rows, other=0.0).to(tl.float32)
@@ -260,6 +293,7 @@ def backward_inverse_kernel(
     k_ptr,  # [B, T, HK, K]
     beta32_ptr,  # [HV, B * T] float32
     g2_ptr,  # [HV, B * T] float32; None without g
+    g2_low_ptr,  # the same; None: zeros
     r_k_ptr,  # [B * T, HK] float32; None without norm
     b_ptr,  # [B * T, HV, C]: Bg / b_down
     b_down_ptr,  # [HV, B * T] float32, at a chunk's first token: a power of two; None: 1
@@ -290,6 +324,7 @@ def backward_inverse_kernel(
     kk = ()
     beta = ()
     g2 = ()
+    g2_low = ()
     for i in tl.static_range(4):
         k_i, r_i = load_keys(k_ptr, r_k_ptr, t, token, end, head_k, i, stride_k_t, HK, K, BLOCK_K)
         for j in tl.static_range(i + 1):
@@ -305,9 +340,13 @@ def backward_inverse_kernel(
         of_value = head_v.to(tl.int64) * tokens + token + 16 * i + offs
         beta = beta + (tl.load(beta32_ptr + of_value, mask=mask, other=0.0),)
         g2_i = tl.zeros([16], tl.float32)
+        low_i = g2_i
         if g2_ptr is not None:
             g2_i = tl.load(g2_ptr + of_value, mask=mask, other=0.0)
+        if g2_low_ptr is not None:
+            low_i = tl.load(g2_low_ptr + of_value, mask=mask, other=0.0)
         g2 = g2 + (g2_i,)
+        g2_low = g2_low + (low_i,)
     b = resolvent(kk, merged_inverse(kk, beta, PRECISION), PRECISION)
     up = 1.0
     if b_down_ptr is not None:
@@ -324,6 +363,8 @@ def backward_inverse_kernel(
                 # rows after the end have the decay of no token
                 block = b[i * (i + 1) // 2 + j]
                 block = gated_block(block * up, g2[i], g2[j], i == j)
+                if g2_low_ptr is not None:  # small: above the diagonal it does no harm
+                    block *= tl.exp2(g2_low[i][:, None] - g2_low[j][None, :])
             at = b_ptr + (16 * i + offs)[:, None] * (HV * C) + 16 * j + offs[None, :]
             mask = (t + 16 * i + offs < end)[:, None]
             tl.store(at, block.to(b_ptr.dtype.element_ty), mask=mask)

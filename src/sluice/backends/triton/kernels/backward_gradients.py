@@ -57,10 +57,12 @@ def store_gradient(
 
 
 @triton.jit
-def fade(g2, TURNED: tl.constexpr):
-    """Γ_ij = e^(γ_i - γ_j) for i >= j, else 0; or Γᵀ."""
+def fade(g2, low, TURNED: tl.constexpr, EXACT: tl.constexpr):
+    """Γ_ij = e^(γ_i - γ_j) for i >= j, else 0; or Γᵀ. EXACT: γ has a second term."""
     offs = tl.arange(0, C)
     x = g2[None, :] - g2[:, None] if TURNED else g2[:, None] - g2[None, :]
+    if EXACT:
+        x += low[None, :] - low[:, None] if TURNED else low[:, None] - low[None, :]
     some = offs[:, None] <= offs[None, :] if TURNED else offs[:, None] >= offs[None, :]
     return tl.where(some, tl.exp2(tl.where(some, x, 0.0)), 0.0)
 
@@ -156,6 +158,7 @@ def backward_queries_kernel(
     S_ptr,  # [B * T // C + N, HV, V, K]
     beta32_ptr,  # [HV, B * T] float32; None without beta
     g2_ptr,  # [HV, B * T] float32; None without g
+    g2_low_ptr,  # the same; None: zeros
     r_k_ptr,  # [B * T, HK] float32; None without norm
     r_q_ptr,  # [B * T, HQ] float32
     dq_ptr,  # [B, T, HQ, K]
@@ -214,6 +217,7 @@ def backward_queries_kernel(
         else:
             beta = load_vector(beta32_ptr, of_value, rows)
             g2, _ = load_decay(g2_ptr, of_value, rows, tl.minimum(end - t, C))
+            low, _ = load_decay(g2_low_ptr, of_value, rows, tl.minimum(end - t, C))
             S_at = S_ptr + (slot * HV + head_v) * (K * V)
             do_at = do_ptr + (in_row * HO + head_o) * V
             d_at = d_ptr + head_v * stride_d_h
@@ -230,7 +234,7 @@ def backward_queries_kernel(
                 n = plus_product(n, do_at, d_at, t, end, HO * V, HV * V, V, BLOCK_V)
             read = read * (tl.exp2(g2) * scale)[:, None]
             dq += read
-            n = n * fade(g2, False) * (beta * scale)[None, :]
+            n = n * fade(g2, low, False, g2_low_ptr is not None) * (beta * scale)[None, :]
             k = load_tile(k_ptr + head_k * stride_k_h, t, end, 0, stride_k_t, K, BLOCK_K)
             r_k = load_vector(r_k_ptr, token * HK + head_k, rows)
             if g2_ptr is not None:
@@ -271,6 +275,7 @@ def backward_keys_kernel(
     by_beta_ptr,  # [PARTS, HV, B * T] float32; None without beta
     beta32_ptr,  # [HV, B * T] float32; None without beta
     g2_ptr,  # None without g
+    g2_low_ptr,
     r_k_ptr,  # [B * T, HK] float32; None without norm
     r_q_ptr,  # [B * T, HQ] float32
     dk_ptr,  # [B, T, HK, K]
@@ -342,6 +347,7 @@ def backward_keys_kernel(
         of_value = head_v.to(tl.int64) * tokens + token
         beta = load_vector(beta32_ptr, of_value, rows)
         g2, g2_last = load_decay(g2_ptr, of_value, rows, tl.minimum(end - t, C))
+        low, low_last = load_decay(g2_low_ptr, of_value, rows, tl.minimum(end - t, C))
         S_at = S_ptr + (slot * HV + head_v) * (K * V)
         dS_at = dS_ptr + (slot * HV + head_v) * (K * V)
         dv_at = dv_ptr + (in_row * HV + head_v) * V
@@ -356,7 +362,8 @@ def backward_keys_kernel(
                 whole += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
             d = load_tile(d_at, t, end, v, stride_d_t, V, BLOCK_V)
             write = tl.dot(d, dS, acc=write, input_precision=PRECISION)
-        dk += write * (beta * tl.exp2(g2_last - g2))[:, None]
+        left = (g2_last - g2) + (low_last - low)
+        dk += write * (beta * tl.exp2(left))[:, None]
 
         if do_ptr is not None:
             for reader in tl.static_range(READERS):
@@ -372,7 +379,12 @@ def backward_keys_kernel(
                 if is_hard(hard_ptr, head_v, slot, tokens // C + N):
                     low_at = d_low_ptr + (in_row * HV + head_v) * V
                     nt = plus_product(nt, low_at, do_at, t, end, HV * V, HO * V, V, BLOCK_V)
-                nt = nt * fade(g2, True) * (beta * scale)[:, None] * r_q[None, :]
+                nt = (
+                    nt
+                    * fade(g2, low, True, g2_low_ptr is not None)
+                    * (beta * scale)[:, None]
+                    * r_q[None, :]
+                )
                 q = load_tile(q_ptr + head_q * stride_q_h, t, end, 0, stride_q_t, K, BLOCK_K)
                 dk = tl.dot(nt.to(q.dtype), q, acc=dk, input_precision=PRECISION)
 
@@ -399,8 +411,14 @@ def backward_keys_kernel(
                 h = plus_product(h, v_low_at, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V)
                 ht = plus_product(ht, d_low_at, dv_at, t, end, HV * V, HV * V, V, BLOCK_V)
                 ht = plus_product(ht, d_at, v_low_at, t, end, stride_d_t, HV * V, V, BLOCK_V)
-            h = tl.where(below, h * -fade(g2, False), 0.0) * beta[None, :]
-            ht = tl.where(above, ht * -fade(g2, True), 0.0) * beta[:, None]
+            h = (
+                tl.where(below, h * -fade(g2, low, False, g2_low_ptr is not None), 0.0)
+                * beta[None, :]
+            )
+            ht = (
+                tl.where(above, ht * -fade(g2, low, True, g2_low_ptr is not None), 0.0)
+                * beta[:, None]
+            )
             by_pair = ((h + ht) * r_k[None, :]).to(k.dtype)
             dk = tl.dot(by_pair, k, acc=dk, input_precision=PRECISION)
             dbeta = sum_of_parts(by_beta_ptr, of_value, rows, HV * tokens, PARTS)
