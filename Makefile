@@ -16,8 +16,9 @@ PACKAGES    ?= . $(patsubst %/sluice_kernels/manifest.json,%,$(wildcard packages
 # of `make kernels`: the release of Triton that compiles them, and what packages/kernels/build.py takes
 KERNELS_BY   := 3.6.0
 KERNELS_ARGS ?=
-# transformers releases tested beside the newest, and what they do not share with it
-RELEASES      := 5.2.0 5.12.1
+# transformers releases tested beside the newest, always and by test-long; what they do not share
+RELEASES      := 5.2.0
+LONG_RELEASES := 5.12.1
 RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
   certifi==2026.10.18 typer-slim==0.24.0
 # the oldest Triton whose kernels are tested beside the newest, and the GPUs it compiles for
@@ -25,14 +26,18 @@ TRITONS       := 3.6.0
 TRITON_TESTS  := "not sm_89 and not sm_100"
 
 PY  := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# no bytecode of what nobody imports: an import writes its own
+PIP_ALONE := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(PIP_ALONE) --constraint constraints.txt
 # one thread per worker: WORKERS processes already fill the machine
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+# a worker that has nothing left takes over from another; --long where `make test-long` asks for it
+WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs test test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,21 +58,32 @@ bench-docs: $(VENV)/.dev-stamp  ## write the tables and the chart of the docs fr
 	$(VENV)/bin/sluice bench --update-docs $(wildcard $(RESULTS)/*.json) docs/benchmarks.md
 	$(PY) tools/charts.py
 
+dev: $(VENV)/.dev-stamp  ## only .venv, with what the tests and the linters need
+
 # the whole suite; the GPU kernels in Triton's interpreter; older releases of transformers and Triton
-test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,$(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp))  ## every test
-	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --durations=15 $(PYTEST_ARGS)
-	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) -k "triton or bits" $(PYTEST_ARGS) \
-	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py
-	for release in $(if $(PYTEST_ARGS),,$(RELEASES)); do \
-	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
-	    $(PY) -m pytest -n $(WORKERS) tests/integrations/test_transformers*.py \
-	    --ignore tests/integrations/test_transformers_bf16.py || exit 1; \
-	done
+test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,releases)  ## every test
+	$(ONE_THREAD) $(PY) -m pytest $(WORKERS_OF) --durations=15 $(PYTEST_ARGS)
+	@# the older releases beside the interpreter: half of their time is start and import
+	jobs=; beside() { log=$(VENV)/$$1.log; shift; \
+	  { $(ONE_THREAD) "$$@" > $$log 2>&1 || failed=1; cat $$log; exit $${failed:-0}; } & jobs="$$jobs $$!"; }; \
+	for release in $(if $(PYTEST_ARGS),,$(RELEASES) $(if $(LONG),$(LONG_RELEASES))); do \
+	  beside transformers-$$release env PYTHONPATH=$(abspath $(VENV))/transformers-$$release \
+	    $(PY) -m pytest $(LONG) tests/integrations/test_transformers*.py \
+	    --ignore tests/integrations/test_transformers_bf16.py; \
+	done; \
 	for release in $(if $(PYTEST_ARGS),,$(TRITONS)); do \
-	  $(ONE_THREAD) PYTHONPATH=$(abspath $(VENV))/triton-$$release \
-	    $(PY) -m pytest -n $(WORKERS) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
-	    tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py || exit 1; \
-	done
+	  beside triton-$$release env PYTHONPATH=$(abspath $(VENV))/triton-$$release \
+	    $(PY) -m pytest $(LONG) -k $(TRITON_TESTS) tests/gpu/test_releases.py \
+	    tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py; \
+	done; \
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS_OF) -k "triton or bits" $(PYTEST_ARGS) \
+	  tests/test_contract.py tests/gpu/test_bits.py tests/gpu/test_sequences.py || failed=1; \
+	for job in $$jobs; do wait $$job || failed=1; done; exit $${failed:-0}
+
+test-long: LONG := --long
+test-long: $(LONG_RELEASES:%=$(VENV)/transformers-%/.stamp) test  ## `make test` with every combination of options, where it takes some for all
+
+releases: $(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp)
 
 # vLLM keeps to one process and one thread here, asks nobody, and gets 1 GB for its cache
 ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
@@ -81,7 +97,7 @@ test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an
 
 # With the Python that has torch for the GPU, as bench-gpu.
 test-gpu:  ## the contract, every row of reliability, what is promised on a GPU, and transformers, on this GPU
-	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
+	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest --long -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
 	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
 	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py \
 	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)
@@ -131,9 +147,8 @@ $(VENV)/.torch-stamp: constraints.txt
 	  sys.exit(f"the pinned versions need Python 3.11 or newer, $(PYTHON) is {v}" if sys.version_info < (3, 11) else 0)'
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) setuptools
 	@echo "installing torch (about 200 MB for a CPU; a CUDA build is ten times that) ..."
-	@$(PIP) torch
+	@$(PIP) setuptools torch
 	@touch $@
 
 $(VENV)/.demo-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
@@ -168,11 +183,10 @@ $(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
 
 $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp
 	@echo "installing transformers $* beside the newest ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
-	  transformers==$* $(RELEASE_NEEDS)
+	@$(PIP_ALONE) --no-deps --target $(@D) transformers==$* $(RELEASE_NEEDS)
 	@touch $@
 
 $(VENV)/triton-%/.stamp: $(VENV)/.dev-stamp
 	@echo "installing Triton $* beside the newest ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	@$(PIP_ALONE) --no-deps --target $(@D) triton==$*
 	@touch $@

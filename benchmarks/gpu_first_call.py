@@ -2,14 +2,17 @@
 
     PYTHONPATH=src python benchmarks/gpu_first_call.py [--model Qwen3.5-35B-A3B] [--tp 1]
 
-Each operator in a process of its own with an empty cache, ``--jobs`` of them at a time: the import,
-the first call (compiling included), the second. The calls are those of ``sluice warmup``.
+Each operator in a process of its own with an empty cache, ``--jobs`` of them at a time: the import
+of torch and the start of CUDA, the import of sluice, the first call (compiling or loading included)
+and the second. The calls are those of ``sluice warmup``. ``--without-triton``: Triton cannot be
+imported, so only kernels that come compiled can serve.
 """
 # ruff: noqa: T201
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,19 +21,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def once(model: str, tp: int, name: str, cache: str) -> None:
+def once(model: str, tp: int, name: str, cache: str, triton: bool) -> None:
     """In the process of its own."""
+    os.environ["TRITON_CACHE_DIR"] = cache  # noqa: TID251 (of this process alone)
+    if not triton:
+        sys.modules["triton"] = None  # type: ignore[assignment]  # an import of it fails
     begin = time.perf_counter()
     import torch
-    import triton
 
+    torch.zeros(1, device="cuda")
+    started = time.perf_counter()
     import sluice
     from sluice.layers.qwen import preset
     from sluice.model_calls import ModelCalls
 
-    triton.knobs.cache.dir = cache
-    torch.zeros(1, device="cuda")
-    imported = time.perf_counter()
+    imported = time.perf_counter() - started
     op, *sizes = CALLS[name]
     call = ModelCalls(preset(model, tp), device="cuda").call(op, "", *sizes)
     operator, (arguments, options) = getattr(sluice, op), call.make()
@@ -41,7 +46,9 @@ def once(model: str, tp: int, name: str, cache: str) -> None:
         operator(*arguments, **options)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    print(f"{name:24} {imported - begin:8.2f} {times[0]:8.2f} {times[1]:10.5f}", flush=True)
+    by = sluice.explain(op, *arguments, **options).chosen
+    cells = f"{started - begin:8.2f} {imported:8.2f} {times[0]:8.2f} {times[1]:10.5f}"
+    print(f"{name:24} {cells}  {by}", flush=True)
 
 
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -62,19 +69,20 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen3.5-35B-A3B")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--without-triton", action="store_true", help="its import fails")
     parser.add_argument("--only", nargs=2, help="one operator, in this process, and its cache")
     args = parser.parse_args()
     if args.only:
-        once(args.model, args.tp, *args.only)
+        once(args.model, args.tp, *args.only, not args.without_triton)
         return
     import torch
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.model}, TP {args.tp}")
-    print(
-        f"{args.jobs} at a time\n{'seconds':24} {'import':>8} {'first':>8} {'second':>10}",
-        flush=True,
-    )
-    command = [sys.executable, __file__, "--model", args.model, "--tp", str(args.tp), "--only"]
+    print(f"{args.jobs} at a time")
+    head = f"{'torch':>8} {'sluice':>8} {'first':>8} {'second':>10}"
+    print(f"{'seconds':24} {head}  served by", flush=True)
+    command = [sys.executable, __file__, "--model", args.model, "--tp", str(args.tp)]
+    command += ["--without-triton"] * args.without_triton + ["--only"]
 
     def run(name: str) -> None:
         with tempfile.TemporaryDirectory() as cache:

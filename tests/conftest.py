@@ -1,4 +1,4 @@
-"""Shared by all tests: fixed hypothesis settings, and uninitialised memory that holds NaN."""
+"""Shared by all tests: what runs first, fixed hypothesis settings, memory that holds NaN."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 
 import pytest
 
+from sluice.backends.triton import toolchain
 from sluice.testing.inputs import nan_empty
+from tests import interpreter
 
 with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU machine may lack it
     from hypothesis import HealthCheck, settings
@@ -20,6 +22,22 @@ with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     settings.load_profile("sluice")
+
+if toolchain.interpreted():
+    interpreter.hasten()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="every combination, as `make test-long`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without what is ``long``; what is ``slow`` comes first, so that workers end together."""
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -102,6 +102,10 @@ DELTA: dict[str, tuple[Change, Change]] = {
 CONV: dict[str, tuple[Change, Change]] = {
     "activation": ({}, {"activation": None}),
     "freeze": ({}, {"freeze": True}),
+    "window_start": (
+        lambda call: {"state": _random(*call["state"].shape[:2], W - 2 + T)},
+        {"window_start": _slots(0, 2)},
+    ),
     "checkpoints": ({}, _kept(5, 6)),
     "cu_seqlens": (_packed("x"), {"cu_seqlens": _slots(0, 3, 16)}),
     **POOL,
@@ -169,6 +173,7 @@ OPTIONS: dict[str, dict[str, tuple[Change, Change]]] = {
 
 # tested below: these do not change what is computed, only by which backend, where to, and how
 ELSEWHERE = {"backend", "out", "cu_seqlens_cpu", "batch_invariant"}
+ELSEWHERE |= {"buffers", "draft_slots"}  # where drafts lie: test_drafts.py
 INPUTS = {"q", "k", "v", "x", "z", "weight", "qkvz", "ba"}
 
 

@@ -267,7 +267,7 @@ def test_chunks_of_equal_keys_among_others(backend, segment, monkeypatch):
 @pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 @pytest.mark.parametrize("backend", backends("prefill"))
 def test_hard_and_ordinary_chunks_take_turns(backend):
-    """Each kind after each, and a partial end; without checkpoints, which hopper refuses."""
+    """Each kind after each, and a partial end; without checkpoints."""
     torch.manual_seed(1)
     kinds = ["independent", "identical", "independent", "independent", "identical", "identical"]
     kinds = (kinds * 4 if ON_GPU else kinds) + ["independent"]

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sluice
 from sluice import calls
+from sluice.testing import build
 from sluice.testing.case import Case
 from sluice.testing.compare import assert_same_bits
 
@@ -37,7 +38,7 @@ OPERATORS = tuple(calls.OPERATORS)
 MUTATES = {
     "prefill": {"state", "out"},
     "decode": {"state", "out"},
-    "verify": {"out", "draft_k", "draft_d", "draft_g"},
+    "verify": {"out", "draft_k", "draft_d", "draft_g", "draft_x"},
     "commit": {"state", "conv_state"},
     "causal_conv1d": {"state", "out"},
     "conv_qkv": {"state", "q", "k", "v", "g", "beta"},
@@ -59,6 +60,8 @@ def _inputs(op: str, device: str = "cpu") -> dict[str, Any]:
         inputs["checkpoints"] = sluice.Checkpoints(**inputs["checkpoints"])
     if op == "commit":
         return {"draft": sluice.verify(**inputs)[1], "num_accepted": accepted - 1}
+    if op == "verify":  # into buffers, which is every tensor it can have
+        inputs |= build.buffers(CASES["verify"], inputs, sluice.DraftBuffers)
     return inputs
 
 
@@ -264,6 +267,42 @@ def test_compile_without_graph_breaks(model):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     with torch.no_grad():
         _same_as_eager(compiled, model, model.inputs(T=5))
+
+
+def _with_buffers(x: Tensor, k: Tensor, state: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+    buffers = sluice.DraftBuffers(*kept)
+    for i in range(2):
+        o, _ = sluice.verify(x, k, x, state=state[i], buffers=buffers.layer(i))
+    sluice.commit_layers(buffers, torch.tensor([1, 2]), state=state)
+    return o, state
+
+
+def _with_a_state_for_each_token(x: Tensor, state: Tensor, conv: Tensor) -> tuple[Tensor, ...]:
+    y, _ = sluice.causal_conv1d(x, x[0, :4].T, state=conv, window_start=torch.tensor([0, 1]))
+    q = y.unflatten(-1, (2, 4))
+    writes = torch.tensor([[0, 2, 3, 6], [4, 5, 7, 1]])
+    o, _ = sluice.decode(q, q, q, state=state, write_slots=writes)
+    return o, state, conv
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (
+            _with_buffers,
+            [(2, 3, 2, 4), (2, 3, 1, 4), (2, 2, 2, 4, 4), (2, 2, 3, 1, 4), (2, 2, 3, 2, 4)],
+        ),
+        (_with_a_state_for_each_token, [(2, 4, 8), (8, 2, 4, 4), (2, 8, 6)]),
+    ],
+)
+def test_compile_drafts_as_engines_keep_them(function, shapes):
+    def new() -> list[Tensor]:
+        gen = torch.Generator().manual_seed(0)
+        return [torch.randn(*shape, generator=gen) for shape in shapes]
+
+    got = torch.compile(function, fullgraph=True, backend="aot_eager")(*new())
+    for a, b in zip(got, function(*new()), strict=True):
+        assert_same_bits(a, b, "compiled")
 
 
 def test_compile_with_inductor():

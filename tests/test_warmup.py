@@ -11,6 +11,7 @@ import torch
 
 import sluice
 from sluice import dispatch
+from sluice.backends.cpu import kernel_of, kernels
 from sluice.layers import QwenShape
 from sluice.model_calls import ModelCalls
 
@@ -38,6 +39,23 @@ def test_a_gpu_gets_a_prompt_that_can_be_cut():
     names = [form.name for form in module.forms(TINY, 1, torch.device("cuda"), WHAT[3])]
     assert f"tiny prefill packed 2 x {module.LONG_PROMPT}" in names
     assert f"tiny prefill dense 2 x {module.LONG_PROMPT}" in names
+
+
+def test_drafts_as_engines_keep_them_are_compiled_when_asked_for():
+    kinds = WHAT[3]
+    few = {form.name for form in module.forms(TINY, 1, CPU, kinds)}
+    more = [form for form in module.forms(TINY, 1, CPU, kinds, 4) if form.name not in few]
+    assert {form.name.split()[1] for form in more} == {
+        "decode_each", "verify_buffered", "commit_layers", "conv_qkv_start",
+    }  # fmt: skip
+    specs = {form.name.split()[1]: form.spec(CPU) for form in more}
+    assert specs["decode_each"].states == 4
+    assert specs["verify_buffered"].buffered
+    assert specs["commit_layers"].layers == 2
+    assert specs["conv_qkv_start"].window_start is not None
+    if dispatch.unavailable("cpu") is None:
+        assert kernel_of(specs["decode_each"]) == "decode_states"
+        assert "decode_states" in kernels()
 
 
 def test_the_dtypes_asked_for_are_those_of_the_tensors():

@@ -1,8 +1,9 @@
 """Gated delta networks: exact, fast and safe operators on CPU and GPU.
 
-``prefill``, ``decode``, ``verify`` and ``commit`` run the recurrence; ``causal_conv1d``,
-``conv_qkv``, ``rms_norm_gated`` and ``step`` the rest of a layer. ``StatePool`` holds the states
-of a model, ``GatedDeltaNet`` is the layer. ``explain`` and ``doctor`` tell who serves a call.
+``prefill``, ``decode``, ``verify``, ``commit`` and ``commit_layers`` run the recurrence;
+``causal_conv1d``, ``conv_qkv``, ``rms_norm_gated`` and ``step`` the rest of a layer. ``StatePool``
+holds the states of a model, ``GatedDeltaNet`` is the layer. ``explain`` and ``doctor`` tell who
+serves a call.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from sluice.layers import GatedDeltaNet
 from sluice.ops import (
     Checkpoints,
     Draft,
+    DraftBuffers,
     causal_conv1d,
     commit,
+    commit_layers,
     conv_qkv,
     decode,
     prefill,
@@ -48,6 +51,7 @@ __all__ = [
     "ContractError",
     "DoubleFreeError",
     "Draft",
+    "DraftBuffers",
     "GatedDeltaNet",
     "GeometryError",
     "MissingDependencyError",
@@ -64,6 +68,7 @@ __all__ = [
     "accelerate",
     "causal_conv1d",
     "commit",
+    "commit_layers",
     "conv_qkv",
     "decode",
     "doctor",

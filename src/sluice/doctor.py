@@ -48,8 +48,9 @@ def explain(
     rms_norm_gated: reference
     ...
     """
-    if op not in calls.OPERATORS:
-        raise ValueError(f"op: expected one of {sorted(calls.OPERATORS)}, got {op!r}")
+    known = {*calls.OPERATORS, "commit_layers"}
+    if op not in known:
+        raise ValueError(f"op: expected one of {sorted(known)}, got {op!r}")
     with calls.check_only() as found:
         getattr(ops, op)(*args, **kwargs)
     spec, tensors = found[0]

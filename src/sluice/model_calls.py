@@ -47,6 +47,10 @@ class ModelCall(NamedTuple):
         return found[0].spec.on(device)
 
 
+FORMS = {"decode_each": "decode", "conv_qkv_start": "conv_qkv", "verify_buffered": "verify"}
+"""Further ways of calling an operator."""
+
+
 class ModelCalls:
     """The calls of one model's layers. Rows with slots are padding."""
 
@@ -59,9 +63,10 @@ class ModelCalls:
         self.device = torch.device(device)
 
     def call(self, op: str, what: str, *sizes: Any) -> ModelCall:
-        """The call ``op`` makes with these sizes, by name."""
+        """The call ``op`` makes with these sizes, by name. Some operators have several forms."""
         make = functools.partial(getattr(self, op), *sizes)
-        return ModelCall(f"{self.shape.name} {op} {what}".rstrip(), op, make)
+        function = FORMS.get(op, op)
+        return ModelCall(f"{self.shape.name} {op} {what}".rstrip(), function, make)
 
     def each_operator(self) -> Iterator[ModelCall]:
         """One call per operator: a batch of 8, one prompt of 2,048 tokens."""
@@ -146,6 +151,42 @@ class ModelCalls:
         else:
             draft = ops.verify(*tokens, **options)[1]
         return (draft, torch.zeros(N, dtype=torch.int64, device=self.device)), {}
+
+    def decode_each(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
+        """``decode`` with a write slot for each token, all of them padding."""
+        tokens, options = self.decode(N, T)
+        slots = torch.full((N, T), -1, dtype=self.kinds.slots_dtype, device=self.device)
+        return tokens, {**options, "write_slots": slots}
+
+    def conv_qkv_start(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
+        """``conv_qkv`` of draft tokens with a left-aligned window."""
+        arguments, options = self.conv_qkv(N, T, False)
+        columns = self.shape.conv_width - 2 + T
+        start = torch.zeros(N, dtype=self.kinds.slots_dtype, device=self.device)
+        state = self.zeros(self.SLOTS, self.shape.conv_channels, columns)
+        return arguments, {**options, **self.rows(N), "state": state, "window_start": start}
+
+    def buffers(self, layers: int, T: int) -> ops.DraftBuffers:
+        s = self.shape
+        lead, wide = (layers, self.SLOTS, T), torch.float32
+        return ops.DraftBuffers(
+            self.zeros(*lead, s.num_k_heads, s.head_k_dim, dtype=wide),
+            self.zeros(*lead, s.num_v_heads, s.head_v_dim, dtype=wide),
+            self.zeros(*lead, s.num_v_heads, dtype=wide),
+            self.zeros(*lead, s.conv_channels),
+        )
+
+    def verify_buffered(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
+        """``verify`` into buffers."""
+        tokens, options = self.verify(N, T)
+        return tokens, {**options, "buffers": self.buffers(1, T).layer(0)}
+
+    def commit_layers(self, N: int, T: int, layers: int = 2) -> tuple[Any, dict[str, Any]]:
+        counts = torch.zeros(N, dtype=self.kinds.slots_dtype, device=self.device)
+        pools = {"state": self.state["state"], "conv_state": self.window}
+        stacked = {n: torch.zeros_like(x.expand(layers, *x.shape)) for n, x in pools.items()}
+        options = {**self.state, **stacked, **self.rows(N)}
+        return (self.buffers(layers, T), counts), options
 
     def prefill(self, N: int, T: int, packed: bool) -> tuple[Any, dict[str, Any]]:
         if packed:

@@ -23,6 +23,7 @@ import torch
 
 from sluice.contract.errors import ContractError
 from sluice.contract.names import ConvOrder, StateLayout
+from sluice.ops.drafts import DraftBuffers
 from sluice.state_geometry import (
     GeometryError,
     MissingDependencyError,
@@ -430,6 +431,38 @@ class StatePool:
     def load(self, path: str | Path, slots: Slots | None = None) -> list[Slot]:
         """Restore a saved file into ``slots`` (default: newly allocated), in the saved order."""
         return self.restore(StateSnapshot.load(path), slots)
+
+    def draft_buffers(
+        self, tokens: int, *, rows: int | None = None, dtype: torch.dtype | None = None
+    ) -> DraftBuffers:
+        """Buffers for drafts of up to ``tokens`` tokens, for ``verify`` and ``commit_layers``.
+
+        One row for each slot, or ``rows`` of them (then give the operators ``draft_slots``).
+        ``dtype`` is that of the convolution's inputs, by default the conv state's. Gates are one
+        per head. They hold ``tokens`` rows of k, d, g and x instead of ``tokens`` states.
+
+        >>> geometry = PoolGeometry(layers=2, num_v_heads=2, conv_channels=768)
+        >>> buffers = StatePool(geometry, slots=4).draft_buffers(3, rows=2)
+        >>> buffers.k.shape, buffers.x.shape
+        (torch.Size([2, 2, 3, 2, 128]), torch.Size([2, 2, 3, 768]))
+        """
+        g = self.geometry
+        for value, name in ((tokens, "tokens"), (self.slots if rows is None else rows, "rows")):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ContractError("draft_buffers", name, "an int of at least 1", repr(value))
+        wide = torch.promote_types(g.state_dtype, torch.float32)
+        lead = (g.layers, self.slots if rows is None else rows, tokens)
+
+        def new(*tail: int, dtype: torch.dtype = wide) -> torch.Tensor:
+            return torch.zeros(*lead, *tail, dtype=dtype, device=self.device)
+
+        with torch.inference_mode(False):
+            return DraftBuffers(
+                k=new(g.num_k_heads, g.head_k_dim),
+                d=new(g.num_v_heads, g.head_v_dim),
+                g=new(g.num_v_heads),
+                x=new(g.conv_channels, dtype=dtype or g.conv_dtype),
+            )
 
     # ---- size -----------------------------------------------------------------------------------
 

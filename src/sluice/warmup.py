@@ -37,6 +37,7 @@ def warmup(
     state_dtype: torch.dtype = torch.float32,
     state_layout: StateLayout = "vk",
     slots_dtype: torch.dtype = torch.int64,
+    drafts: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> list[tuple[str, str]]:
     """Compile every kernel that a model of these shapes needs. Nothing runs.
@@ -55,6 +56,9 @@ def warmup(
         device: the GPU where there is one by default. dtype: of activations and weights.
             gate_dtype: of ``A_log`` and ``dt_bias``, by default ``dtype``. state_dtype and
             state_layout: of the recurrent state. slots_dtype: of ``slots``.
+        drafts: also compile what engines with this many tokens a row (one and its drafts) need:
+            ``decode`` with a state for each token, ``conv_qkv`` with ``window_start``, ``verify``
+            into buffers and ``commit_layers``. 0, the default: none of it.
         progress: called with each kernel's name as it is ready.
 
     Returns:
@@ -70,7 +74,7 @@ def warmup(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kinds = Kinds(dtype, gate_dtype or dtype, state_dtype, state_layout, slots_dtype)
     told = None if progress is None else lambda name, done, total: progress(name)
-    return run(list(forms(models, tp, device, kinds)), device, told)
+    return run(list(forms(models, tp, device, kinds, drafts)), device, told)
 
 
 def run(
@@ -126,13 +130,17 @@ def _compile(
         dispatch.compile([form.spec(device) for form in todo], share)
 
 
-def forms(models: Models, tp: int, device: torch.device, kinds: Kinds) -> Iterator[ModelCall]:
+def forms(
+    models: Models, tp: int, device: torch.device, kinds: Kinds, drafts: int = 0
+) -> Iterator[ModelCall]:
     """Every call that compiles a kernel of its own, for each model."""
     if isinstance(models, (str, QwenShape)):
         models = (models,)
     for model in models:
         shape = preset(model, tp) if isinstance(model, str) else model
         yield from _forms(ModelCalls(shape, kinds), device)
+        if drafts > 0:
+            yield from _draft_forms(ModelCalls(shape, kinds), drafts)
 
 
 def _forms(m: ModelCalls, device: torch.device) -> Iterator[ModelCall]:
@@ -155,3 +163,11 @@ def _forms(m: ModelCalls, device: torch.device) -> Iterator[ModelCall]:
             yield m.call("conv_qkv", what, 2, T, packed)
         yield m.call("conv_qkv", f"{name} 2 x {PROMPT} beside z", 2, PROMPT, packed, True)
     yield m.call("rms_norm_gated", "", PROMPT)
+
+
+def _draft_forms(m: ModelCalls, T: int) -> Iterator[ModelCall]:
+    """What engines with drafts of their own layout call."""
+    for N in sorted({max(1, states // m.shape.num_v_heads) for states in STATES}):
+        for op in ("decode_each", "verify_buffered", "commit_layers"):
+            yield m.call(op, f"{N} x {T}", N, T)
+    yield m.call("conv_qkv_start", f"2 x {T}", 2, T)

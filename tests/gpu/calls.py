@@ -55,6 +55,17 @@ class Serving(ModelCalls):
         options = {**self.state, **self.rows(N), **rates, "normalize_qk": True}
         return (*(x.unflatten(-1, (H, -1)) for x, H in heads), a, b), options
 
+    def decode_each(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
+        tokens, options = super().decode_each(N, T)
+        for i in range(N):  # the row's own slot after token i; SLOTS leave no more
+            if self.device.type != "meta":
+                options["write_slots"][i, i % T] = i
+        return tokens, options
+
+    def commit_layers(self, N: int, T: int, layers: int = 2) -> tuple[Any, dict[str, Any]]:
+        (buffers, accepted), options = super().commit_layers(N, T, layers)
+        return (buffers, torch.full_like(accepted, T)), options
+
     def commit(self, N: int, T: int) -> tuple[Any, dict[str, Any]]:
         (draft, accepted), options = super().commit(N, T)
         return (draft, torch.full_like(accepted, T, dtype=self.kinds.slots_dtype)), options
@@ -81,6 +92,9 @@ def production(device: str = "meta") -> Iterator[ModelCall]:
         yield named(model, f"decode of 4 tokens, {short} state", "decode", 2, 4)
         yield named(model, f"verify, {short} state", "verify", 2, 4)
         yield named(model, f"commit, {short} state", "commit", 2, 4)
+        yield named(model, f"decode with a state for each token, {short}", "decode_each", 2, 4)
+        yield named(model, f"verify into buffers, {short} state", "verify_buffered", 2, 4)
+        yield named(model, f"commit of layers, {short} state", "commit_layers", 2, 4)
         yield named(model, f"step, {short} state", "step", 2, 1, True)
         yield named(model, f"step of 4 tokens, {short} state", "step", 2, 4, True)
     for K in (64, 256):
@@ -105,6 +119,7 @@ def production(device: str = "meta") -> Iterator[ModelCall]:
     yield named(model, "conv_qkv, few tokens a sequence", "conv_qkv", 2, 3, True)
     yield named(model, "conv_qkv, many tokens", "conv_qkv", 2, 2100, True)
     yield named(model, "conv_qkv, one token a sequence", "conv_qkv", 2, 1, True)
+    yield named(model, "conv_qkv, window at a column", "conv_qkv_start", 2, 4)
     yield named(model, "norm", "rms_norm_gated", 2)
 
 

@@ -46,6 +46,7 @@ class Driver:
         self.loaded: list[str] = []
         self.codes: list[bytes] = []  # of the same kernels
         self.result = 0
+        self.context: int | None = 1  # of the thread
 
     def load(self, code: bytes, name: str, shared: int, device: torch.device) -> int:
         self.loaded.append(name)
@@ -67,6 +68,8 @@ class Driver:
         return self.result
 
     def cuLaunchKernelEx(self, config: int, function: int, places: int, extra: None) -> int:  # noqa: N802
+        if self.context is None:
+            return cuda_driver.NO_CONTEXT
         set_up = cuda_driver._Config.from_address(config)
         code = next(c for c in launch._codes.values() if c.function == function)
         arguments: dict[str, Any] = {}
@@ -89,6 +92,22 @@ class Driver:
             )
         )
         return self.result
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
+        self.context = context.value
+        return 0
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:  # noqa: N802
+        device._obj.value = number
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:  # noqa: N802
+        context._obj.value = 1000 + device.value
+        return 0
 
     def cuGetErrorString(self, result: int, text: Any) -> None:  # noqa: N802
         text._obj.value = b"the fake refuses"

@@ -5,6 +5,8 @@ The tests run on a GPU, or on a CPU in Triton's interpreter.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +18,8 @@ import sluice
 from sluice import calls, dispatch
 from sluice.backends.triton import configs, conv_qkv
 from sluice.backends.triton.arrivals import arrivals_of
-from sluice.testing import compare
+from sluice.testing import cases, compare
+from tests import interpreter
 from tests.gpu.random_layer import DEVICE, HALF, Layer
 
 pytestmark = [
@@ -182,3 +185,23 @@ def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, 
     names = ("q", "k", "v", "g", "beta", "state")
     for name, apart, together in zip(names, *found, strict=True):
         compare.assert_same_bits(apart, together, name)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="nothing is interpreted")
+@pytest.mark.parametrize("name", ["decode/K33_V17", "prefill/packed_tail", "verify/one_token"])
+def test_the_interpreter_is_faster_and_leaves_the_same_bits(name):
+    """A failure of the first line names a private name that this Triton does not have."""
+    from triton.runtime import interpreter as its
+
+    assert [name for name in interpreter.NAMES if not hasattr(its, name)] == []
+    assert its._patch_lang.__wrapped__ is not None
+    case = cases.CASES[name]
+    found, taken = [], []
+    for scope in (contextlib.nullcontext, interpreter.unchanged):
+        inputs, began = case.inputs(torch.float16, "cpu"), time.process_time()
+        with scope():
+            found.append(case.run(sluice, inputs, backend="triton"))
+        taken.append(time.process_time() - began)
+    for output, quick in found[0].items():
+        compare.assert_same_bits(quick, found[1][output], output)
+    assert taken[0] < taken[1]

@@ -6,6 +6,7 @@ Tests of bits run on a GPU, or on a CPU in Triton's interpreter; machine code is
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -153,11 +154,20 @@ def test_a_state_is_moved_16_bytes_at_a_time_and_stays_in_its_threads(state, nam
         assert used.shared <= 4096, f"{kernel}: {used}"
 
 
+def steps() -> Iterator[Any]:
+    """(target, state, size, tokens): any two of them meet; ``--long`` runs the whole product."""
+    for i, target in enumerate(TARGETS):
+        for j, (size, tokens) in enumerate([(64, 4), (128, 1), (128, 4), (256, 1)]):
+            for k, state in enumerate([torch.float32, torch.bfloat16]):
+                marks = pytest.mark.long if (i + (j + 1) // 2 + k) % 2 else ()
+                short = ("fp32", "bf16")[k]
+                label = f"{size}-{tokens}-{short}-{target}"
+                yield pytest.param(target, state, size, tokens, marks=marks, id=label)
+
+
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
-@pytest.mark.parametrize(("size", "tokens"), [(64, 4), (128, 1), (128, 4), (256, 1)])
+@pytest.mark.parametrize(("target", "state", "size", "tokens"), list(steps()))
 def test_step_fits(target, state, size, tokens):
     """No part of a state spills, except of one of 256 × 256, which fills all registers."""
     model = Serving.of(2, 4, size, size, layout="kv", state=state)

@@ -387,6 +387,16 @@ def test_every_launch_asks_for_the_stream_and_overlaps_on_hopper(driver):
     assert first.threads == 32 * configs.decode(torch.float32, "vk", K, V, N * HV).num_warps
 
 
+def test_a_thread_without_a_context_enters_that_of_the_device(driver):
+    """Autograd's threads have none before their first call into the CUDA runtime."""
+    given, driver.context = plain(), None
+    sluice.decode(**given)
+    assert (driver.context, len(driver.launched)) == (1000, 1)
+    driver.context = 7  # one that somebody else has chosen
+    sluice.decode(**given)
+    assert (driver.context, len(driver.launched)) == (7, 2)
+
+
 @pytest.mark.parametrize("what", ["debug", "instrumentation", "stages", "hook", "launch hook"])
 def test_settings_that_change_kernels_go_through_triton(what, driver, monkeypatch):
     """Also those that come after the call was bound; and the driver launches again after them."""

@@ -10,6 +10,7 @@ python -m tests.gpu.test_releases [sm_90 sm_120]      prints registers, stack, s
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ SPILLS_ELSEWHERE = {**SPILLS, "prefill_products_kernel": 96, "prefill_key_kernel
 Hopper's products the kernel of decay per key spills in every release, most for sm_80 with 3.6."""
 
 
+@functools.cache
 def launched(target: str) -> dict[str, KernelCall]:
     """A launch of each kernel, by its name."""
     found: dict[str, KernelCall] = {}

@@ -192,13 +192,14 @@ def test_a_kernel_that_is_not_shipped_is_compiled_and_said_once(
     use(kernels)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     with caplog.at_level(logging.WARNING, "sluice"):
-        for heads in (4, 6):
-            sluice.decode(**decode(heads=heads), backend="triton")
+        for norm in (False, True):
+            call = {**decode(), "state_layout": "kv", "normalize_qk": norm}
+            sluice.decode(**call, backend="triton")
     assert [record.getMessage()[:50] for record in caplog.records] == [
         "sluice compiles decode_kernel for a GPU now: this "
     ]
     assert len(driver.launched) == 2
-    found = sluice.explain("decode", **decode(heads=4), backend="triton")
+    found = sluice.explain("decode", **call, backend="triton")
     assert found.origin == f"compiled by Triton {toolchain.version()}"
 
 
@@ -264,12 +265,11 @@ def test_shipped_kernels_run_where_triton_is_not_installed(kernels):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    loaded, chosen, refused, misplaced, imported = done.stdout.splitlines()
-    assert loaded == "['decode_kernel']"
-    assert chosen == "cpu"
+    loaded, again, decode, prefill, misplaced, imported = done.stdout.splitlines()
+    assert loaded == again == "['decode_kernel']"
     missing = (
         "these kernels are not among the shipped ones, and the package triton is not installed"
     )
-    assert refused == missing
+    assert decode == prefill == f"cpu {missing}"
     assert misplaced == "needs k to begin at a multiple of 16 bytes"
     assert imported == "False"

@@ -1,7 +1,7 @@
 """Calls in a process that cannot import Triton: ``python -m tests.gpu.without_triton``.
 
-With a driver that keeps what it is given, it prints what was loaded, who serves a call whose kernel
-is not shipped, the reasons why Triton's backend does not, and whether Triton was imported.
+With a driver that keeps what it is given, it prints what was loaded, who serves calls whose kernels
+are not shipped, why Triton's backend does not, and whether Triton was imported.
 """
 # ruff: noqa: T201
 
@@ -43,9 +43,11 @@ def main() -> None:
     driver = fake_driver.install(pytest.MonkeyPatch(), compiles=False)
     sluice.decode(**decode(), backend="triton")
     print(driver.loaded)
-    other = sluice.explain("decode", **decode(heads=4))
-    print(other.chosen)
-    print(dict(other.refusals)["triton"])
+    sluice.decode(**decode(heads=4), backend="triton")  # head counts are no constants
+    print(driver.loaded)
+    for op, more in (("decode", {"state_layout": "kv"}), ("prefill", {})):
+        other = sluice.explain(op, **decode(), **more)
+        print(other.chosen, dict(other.refusals)["triton"])
     shifted = torch.zeros(2 * 128 + 1, dtype=torch.float16)[1:].view(2, 1, 1, 128)
     print(dict(sluice.explain("decode", **{**decode(), "k": shifted}).refusals)["triton"])
     print("triton.language" in sys.modules)

@@ -278,6 +278,9 @@ REFUSED = {
     "checkpoints": lambda x, s: sluice.prefill(
         x, x, x, state=s, checkpoints=sluice.Checkpoints(slots(2)[:, None], every=9)
     )[0],
+    "window_start": lambda x, s: sluice.causal_conv1d(
+        x[:, :, 0], x[0, 0, :1].expand(4, 4), state=s[:, 0], window_start=slots(2)
+    )[0],
     "batch_invariant": lambda x, s: sluice.prefill(x, x, x, batch_invariant=True)[0],
     "backend": lambda x, s: sluice.prefill(x, x, x, backend="reference")[0],
     "float64": lambda x, s: sluice.prefill(x.double(), x.double(), x.double())[0],

@@ -9,6 +9,7 @@ from tests.models import randomise
 import sluice
 from sluice.contract.errors import ContractError
 from sluice.layers import GatedDeltaNet, QwenShape
+from sluice.state_pool import PoolGeometry, StatePool
 from sluice.testing.compare import FLOAT32_CPU, assert_same_bits, assert_within
 
 HIDDEN = 48
@@ -72,6 +73,27 @@ def test_drafts_of_several_lengths_and_padding_are_verified_packed():
     layer(x[:1], conv_state=one[0], state=one[1])
     close(state[2], one[1][0], "state")
     assert not state[1].any()
+
+
+def test_one_commit_brings_all_layers_on():
+    layer, x, accepted = random_layer(), hidden(3, 4), torch.tensor([0, 2, 4])
+    sizes = {"num_v_heads": 4, "conv_channels": 128, "head_k_dim": 16, "head_v_dim": 16}
+    pool = StatePool(PoolGeometry(layers=2, conv_dtype=torch.float32, **sizes), 5)
+    pool.recurrent.normal_(generator=torch.Generator().manual_seed(2))
+    pool.conv.normal_(generator=torch.Generator().manual_seed(3))
+    slots, rows = torch.tensor([3, 0, 2]), torch.tensor([1, 2, 0])
+    conv, state = pool.conv.clone(), pool.recurrent.clone()
+    buffers = pool.draft_buffers(4, rows=3)
+    for i in range(2):
+        y, draft = layer.verify(x, conv_state=conv[i], state=state[i], slots=slots)
+        sluice.commit(draft, accepted)
+        own = dict(zip(("conv_state", "state"), pool.layer(i), strict=True))
+        y2, _ = layer.verify(x, **own, slots=slots, buffers=buffers.layer(i), draft_slots=rows)
+        assert_same_bits(y, y2, name="output")
+    where = {"slots": slots, "draft_slots": rows}
+    sluice.commit_layers(buffers, accepted, state=pool.recurrent, conv_state=pool.conv, **where)
+    assert_same_bits(pool.recurrent, state, name="states")
+    assert_same_bits(pool.conv, conv, name="windows")
 
 
 def test_drafts_need_states():

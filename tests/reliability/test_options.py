@@ -56,6 +56,7 @@ CHANGES: dict[str, Callable[[Call], dict[str, Any]]] = {
     "has_state": lambda call: {"has_state": torch.tensor([True, False], device=DEVICE)},
     "pad_slot": given("pad_slot", 0),
     "freeze": given("freeze", True),
+    "window_start": indexed("window_start", 0, 0),
     "checkpoints": checkpoints,
     "cu_seqlens": indexed("cu_seqlens", 0, 1, 4),
     "cu_seqlens_cpu": given("cu_seqlens_cpu", torch.tensor([0, 1, 4])),
@@ -72,7 +73,9 @@ CHANGES: dict[str, Callable[[Call], dict[str, Any]]] = {
     "initial_state": lambda call: {"initial_state": call.pools["state"][:2].clone()},
 }
 SAME = ("out", "backend", "batch_invariant")  # their effects are tested below
+SAME += ("buffers", "draft_slots")  # and of these in test_drafts.py
 REFUSED = {  # two rows of four tokens cannot be read in this way; a pool has the states already
+    *((op, "window_start") for op in ("causal_conv1d", "conv_qkv")),  # three columns are too few
     *((op, "initial_state") for op in ("prefill", "causal_conv1d", "conv_qkv")),
     *((op, name) for op in OPS for name in ("cu_seqlens", "cu_seqlens_cpu", "layout")),
     *(("conv_qkv", name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")),

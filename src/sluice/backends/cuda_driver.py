@@ -20,6 +20,7 @@ OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MAX_DYNAMIC_SHARED, STATIC_SHARED = 8, 1  # CUfunction_attribute
 PREFER_SHARED = 1  # CUfunc_cache
 USUAL_SHARED = 48 << 10  # bytes of shared memory that need no permission
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 DESCRIPTOR_BYTES, DESCRIPTOR_ALIGNMENT = 128, 64
 PROMOTE_L2_128B = 2  # CUtensorMapL2promotion
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes -> CUtensorMapSwizzle
@@ -56,6 +57,9 @@ def _driver() -> Any:
     driver.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     driver.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
     driver.cuFuncSetCacheConfig.argtypes = [pointer, ctypes.c_int]
+    driver.cuCtxGetCurrent.argtypes = driver.cuCtxSetCurrent.argtypes = [pointer]
+    driver.cuDeviceGet.argtypes = [pointer, ctypes.c_int]
+    driver.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     driver.cuGetErrorString.argtypes = [ctypes.c_int, pointer]
     driver.cuTensorMapEncodeTiled.argtypes = [
         pointer, ctypes.c_int, number, pointer, pointer, pointer, pointer, pointer,
@@ -72,12 +76,27 @@ def _check(result: int, what: str) -> None:
         raise DriverError(f"{what}: {reason} (CUDA error {result})")
 
 
+def _enter() -> None:
+    """Give this thread the current device's context, which torch works in, unless it has one.
+
+    A thread has none before its first call into the CUDA runtime: autograd's threads, for one.
+    """
+    driver, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
+    if not context.value:
+        number, what = torch.cuda.current_device(), "entering the device's context"
+        _check(driver.cuDeviceGet(ctypes.byref(device), number), what)
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), what)
+        _check(driver.cuCtxSetCurrent(context), what)
+
+
 def load(code: bytes, name: str, shared: int, device: torch.device) -> int:
     """The handle of a kernel in machine code, on ``device``, which is the current one.
 
     It stays loaded as long as the process: a captured graph may launch it at any time.
     """
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _enter()
     _check(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -201,6 +220,9 @@ class KernelLaunch:
                 self._point(matrices)
             self._config.stream = stream
             result = self._launch(config, self.function, places, None)
+            if result == NO_CONTEXT:
+                _enter()
+                result = self._launch(config, self.function, places, None)
         if result != 0:
             _check(result, f"launching {self.name}")
 

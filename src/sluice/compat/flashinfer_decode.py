@@ -199,7 +199,7 @@ def _decode(
     frozen: bool = False,
     keep_padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """T tokens per row: in one call, or one by one if each token's state is kept."""
+    """T tokens per row: in one call, or one by one if each token's state goes to a buffer."""
     q, k, v, a, b = tokens
     B, T = q.shape[:2]
     given: dict[str, Any] = {"scale": options[0], "normalize_qk": options[1]}
@@ -215,6 +215,8 @@ def _decode(
     if buffer is None and per_token is None and dense(pool):
         target = torch.full((B,), -1, device=q.device) if frozen else write
         serve(q, k, v, a, b, state=pool, slots=read, write_slots=target, out=o, **given)
+    elif per_token is not None and T <= MAX_DECODE_TOKENS and dense(pool):
+        ops.decode(q, k, v, a, b, state=pool, slots=read, write_slots=per_token, out=o, **given)
     else:
         rows = torch.arange(B, device=q.device) if read is None else read.long()
         live = rows >= 0
@@ -222,6 +224,13 @@ def _decode(
         S = pool.index_select(0, rows.clamp(min=0)).contiguous()
         if buffer is None and per_token is None:
             serve(q, k, v, a, b, state=S, slots=own, out=o, **given)
+        elif per_token is not None and T <= MAX_DECODE_TOKENS:
+            states = torch.cat([S, S.new_empty(B * T, *S.shape[1:])])
+            writes = B + torch.arange(B * T, device=q.device).view(B, T)
+            ops.decode(q, k, v, a, b, state=states, slots=own, write_slots=writes, out=o, **given)
+            for t in range(T):
+                to = torch.where(live, per_token[:, t].long(), -1)
+                scatter(pool, to, states[writes[:, t]])
         else:
             S = S.to(common.wide(pool))
             _one_by_one(op, tokens, given, S, own, pool, o, buffer, per_token)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import torch
 
+from sluice.contract import drafts
 from sluice.contract import require as shared
+from sluice.contract.draft_spec import CommitSpec, VerifySpec
 from sluice.contract.meta import Meta
 from sluice.contract.require import FLOATS, INTEGERS, Require
 from sluice.contract.spec import (
     MAX_DECODE_TOKENS,
-    CommitSpec,
     ConvQkvSpec,
     ConvSpec,
     DeltaSpec,
     NormSpec,
     StepSpec,
-    VerifySpec,
 )
 
 
@@ -51,7 +51,7 @@ def delta(spec: DeltaSpec) -> None:
     require.choice(spec.state_layout, "state_layout", ("vk", "kv"))
     tail = (V, K) if spec.state_layout == "vk" else (K, V)
     shared.state(require, spec, (HV, *tail), N, q.dtype)
-    shared.addressing(require, spec, N)
+    shared.addressing(require, spec, N, None if spec.varlen else T)
     shared.checkpoints(require, spec, N)
     if spec.scale is not None:
         require.number(spec.scale, "scale")
@@ -60,8 +60,12 @@ def delta(spec: DeltaSpec) -> None:
 
 
 def commit(spec: CommitSpec) -> None:
-    """Check a ``commit`` call; the draft's own tensors come from ``verify``."""
+    """Check a ``commit`` call; a draft by row comes from ``verify`` as it is."""
     require = Require("commit", spec.draft_k.device)
+    if spec.stacked:
+        drafts.stacked(require, spec)
+        return
+    require(spec.draft_slots is None, "draft_slots", "buffers beside it", "a draft by row")
     B, T, _, K = spec.draft_k.shape
     HV, V = spec.draft_d.shape[2:]
     N = shared.sequences(require, spec, B)
@@ -77,6 +81,11 @@ def verify(spec: VerifySpec) -> None:
     delta(spec)
     require = Require(spec.op, spec.q.device)
     shared.window(require, spec, spec.conv_inputs, spec.conv_state, (spec.B, spec.T, spec.N))
+    if spec.buffered:
+        drafts.buffers(require, spec)
+    else:
+        for x, name in ((spec.draft_slots, "draft_slots"), (spec.draft_x, "buffers.x")):
+            require(x is None, name, "buffers beside it", "buffers=None")
 
 
 def conv(spec: ConvSpec) -> None:
@@ -259,7 +268,7 @@ def _conv(require: Require, spec: ConvSpec | ConvQkvSpec) -> None:
     if spec.state is not None:
         shared.conv_state(require, spec, "state", spec.state, D, W - 1, N)
     else:
-        for name in ("slots", "write_slots", "has_state"):
+        for name in ("slots", "write_slots", "has_state", "window_start"):
             require(getattr(spec, name) is None, name, "state beside it", "state=None")
         alone = spec.checkpoint_slots is None
         require(alone, "checkpoints", "state beside them", "state=None")
@@ -272,3 +281,11 @@ def _conv(require: Require, spec: ConvSpec | ConvQkvSpec) -> None:
     )
     shared.addressing(require, spec, N)
     shared.checkpoints(require, spec, N)
+    if spec.window_start is not None:
+        require.tensor(spec.window_start, "window_start", (N,), INTEGERS, "[N]")
+        alone = spec.checkpoint_slots is None
+        require(alone, "window_start", "no checkpoints beside it", "checkpoints")
+        if not spec.varlen and not spec.freeze:
+            least = W - 2 + T
+            expected = f"at least {least} columns, W - 2 + T, beside window_start"
+            require(least <= spec.L, "state", expected, f"{spec.L} columns")

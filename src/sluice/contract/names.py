@@ -21,6 +21,14 @@ Order = Literal["split", "interleaved"]
 BackendName = Literal["hopper", "triton", "cpu", "chunked", "reference"]
 """Every backend, fastest first."""
 OperatorName = Literal[
-    "prefill", "decode", "verify", "commit", "causal_conv1d", "conv_qkv", "rms_norm_gated", "step"
+    "prefill",
+    "decode",
+    "verify",
+    "commit",
+    "commit_layers",
+    "causal_conv1d",
+    "conv_qkv",
+    "rms_norm_gated",
+    "step",
 ]
-"""Every operator."""
+"""Every operator; ``commit_layers`` is a form of ``commit``."""

@@ -89,10 +89,16 @@ def sequences(require: Require, spec: Any, B: int) -> int:
 
 
 def state(
-    require: Require, spec: Any, tail: tuple[int, int, int], N: int, dtype: torch.dtype
+    require: Require,
+    spec: Any,
+    tail: tuple[int, int, int],
+    N: int,
+    dtype: torch.dtype,
+    pool: Meta | None = None,
 ) -> None:
     """Check a recurrent state pool: shape, dtype, and contiguous rows that do not overlap."""
-    pool: Meta = spec.state
+    pool = spec.state if pool is None else pool
+    assert pool is not None
     dtypes = FLOATS if dtype == torch.float64 else FLOATS[:3]
     require.tensor(pool, "state", (None, *tail), dtypes)
     P = pool.shape[0]
@@ -147,11 +153,18 @@ def window(
     require(ok, "conv_state", f"the {P} slots of state", f"{pool.shape[0]} slots")
 
 
-def addressing(require: Require, spec: Any, N: int) -> None:
-    """Check the index tensors."""
-    for x, name in ((spec.slots, "slots"), (spec.write_slots, "write_slots")):
-        if x is not None:
-            require.tensor(x, name, (N,), INTEGERS, "[N]")
+def addressing(require: Require, spec: Any, N: int, tokens: int | None = None) -> None:
+    """Check the index tensors. ``tokens``: of a row that is not packed."""
+    if spec.slots is not None:
+        require.tensor(spec.slots, "slots", (N,), INTEGERS, "[N]")
+    writes = spec.write_slots
+    if writes is not None and spec.op == "decode" and writes.dim() == 2:
+        require.tensor(writes, "write_slots", (N, None), INTEGERS, "[N, M], one for each token")
+        ok = tokens is None or writes.shape[1] >= tokens
+        expected = f"{tokens} columns or more, one for each token"
+        require(ok, "write_slots", expected, f"{writes.shape[1]} columns")
+    elif writes is not None:
+        require.tensor(writes, "write_slots", (N,), INTEGERS, "[N]")
     if spec.has_state is not None:
         require.tensor(spec.has_state, "has_state", (N,), (torch.bool,), "[N]")
     require.choice(spec.pad_slot, "pad_slot", (-1, 0))

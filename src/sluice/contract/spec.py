@@ -116,7 +116,7 @@ class Spec:
         )
 
 
-class _Rows:
+class Rows:
     """What specs with sequences and a pool of states derive from their index tensors."""
 
     slots: Any
@@ -135,11 +135,11 @@ class _Rows:
         return self.slots is not None or self.write_slots is not None
 
 
-def _sequences(batch: int, cu_seqlens: Meta | None) -> int:
+def sequences_of(batch: int, cu_seqlens: Meta | None) -> int:
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def _decay(g: Meta | None) -> str:
+def decay_of(g: Meta | None) -> str:
     return "none" if g is None else "key" if g.dim() == 4 else "head"
 
 
@@ -171,7 +171,7 @@ class DeltaSizes:
 
     @property
     def N(self) -> int:
-        return _sequences(self.B, self.cu_seqlens)
+        return sequences_of(self.B, self.cu_seqlens)
 
     @property
     def P(self) -> int:
@@ -215,7 +215,7 @@ class DeltaSizes:
     @property
     def decay(self) -> str:
         """ "none", "head" or "key"."""
-        return _decay(self.g)
+        return decay_of(self.g)
 
     @property
     def delta(self) -> bool:
@@ -240,7 +240,7 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True)
-class DeltaSpec(DeltaSizes, _Rows, Spec):
+class DeltaSpec(DeltaSizes, Rows, Spec):
     """``prefill``, ``decode`` and ``verify``: the recurrence of docs/contract.md, (C1) to (C4)."""
 
     q: Meta  # [B, T, HQ, K]
@@ -252,7 +252,7 @@ class DeltaSpec(DeltaSizes, _Rows, Spec):
     dt_bias: Meta | None  # [HV] or [HV, K]
     state: Meta  # [P, HV, V, K] or [P, HV, K, V], last three dimensions contiguous
     slots: Meta | None  # [N] int32 or int64
-    write_slots: Meta | None  # [N]
+    write_slots: Meta | None  # [N]; decode: [N, M], one for each token
     has_state: Meta | None  # [N] bool
     cu_seqlens: Meta | None  # [N + 1]
     cu_seqlens_cpu: Meta | None  # [N + 1], the same values on the host
@@ -275,93 +275,15 @@ class DeltaSpec(DeltaSizes, _Rows, Spec):
         """ "none", "every" or "positions"."""
         return _checkpoints(self.checkpoint_slots, self.checkpoint_positions)
 
-
-@dataclass(frozen=True)
-class VerifySpec(DeltaSpec):
-    """``verify``: the recurrence with the state frozen, and the conv window of its draft tokens.
-
-    Nothing of the window is read: it is checked here so that ``commit`` can roll it.
-    """
-
-    conv_inputs: Meta | None  # [B, T, D]
-    conv_state: Meta | None  # [P, D, L]
+    @property
+    def states(self) -> int:
+        """Write slots of a sequence, where each token has its own; 0 where it has one for all."""
+        x = self.write_slots
+        return 0 if x is None or x.dim() < 2 else x.shape[1]
 
 
 @dataclass(frozen=True)
-class CommitSpec(_Rows, Spec):
-    """``commit``: fold the accepted draft tokens into the state and the conv window.
-
-    ``dtype`` is the draft's: float32, or float64.
-    """
-
-    draft_k: Meta  # [B, T, HK, K]
-    draft_d: Meta  # [B, T, HV, V]
-    draft_g: Meta | None  # [B, T, HV] or [B, T, HV, K]
-    num_accepted: Meta  # [N]
-    state: Meta
-    slots: Meta | None
-    write_slots: Meta | None
-    has_state: Meta | None
-    cu_seqlens: Meta | None
-    cu_seqlens_cpu: Meta | None
-    conv_inputs: Meta | None  # [B, T, D]
-    conv_state: Meta | None  # [P, D, L]
-    pad_slot: int
-    state_layout: str
-
-    @property
-    def B(self) -> int:
-        return self.draft_k.shape[0]
-
-    @property
-    def T(self) -> int:
-        return self.draft_k.shape[1]
-
-    @property
-    def N(self) -> int:
-        return _sequences(self.B, self.cu_seqlens)
-
-    @property
-    def P(self) -> int:
-        return self.state.shape[0]
-
-    @property
-    def HK(self) -> int:
-        return self.draft_k.shape[2]
-
-    @property
-    def HV(self) -> int:
-        return self.draft_d.shape[2]
-
-    @property
-    def K(self) -> int:
-        return self.draft_k.shape[3]
-
-    @property
-    def V(self) -> int:
-        return self.draft_d.shape[3]
-
-    @property
-    def D(self) -> int:
-        """0 without a conv window."""
-        return 0 if self.conv_state is None else self.conv_state.shape[1]
-
-    @property
-    def L(self) -> int:
-        """0 without a conv window."""
-        return 0 if self.conv_state is None else self.conv_state.shape[2]
-
-    @property
-    def decay(self) -> str:
-        return _decay(self.draft_g)
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        return self.state.dtype
-
-
-@dataclass(frozen=True)
-class _ConvSpec(_Rows, Spec):
+class _ConvSpec(Rows, Spec):
     """What both convolutions have."""
 
     x: Meta  # [B, T, D], any strides
@@ -375,6 +297,7 @@ class _ConvSpec(_Rows, Spec):
     cu_seqlens_cpu: Meta | None
     checkpoint_slots: Meta | None
     checkpoint_positions: Meta | None
+    window_start: Meta | None  # [N]: windows are left-aligned, and read from this column on
     activation: str | None  # "silu", "none" or None
     pad_slot: int
     freeze: bool
@@ -390,7 +313,7 @@ class _ConvSpec(_Rows, Spec):
 
     @property
     def N(self) -> int:
-        return _sequences(self.B, self.cu_seqlens)
+        return sequences_of(self.B, self.cu_seqlens)
 
     @property
     def P(self) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sluice.contract.draft_spec import CommitSpec, VerifySpec
 from sluice.contract.errors import ContractError
 from sluice.contract.spec import (
     MAX_DECODE_TOKENS,
-    CommitSpec,
     ConvQkvSpec,
     ConvSpec,
     DeltaSpec,
@@ -35,14 +35,32 @@ def delta(p: DeltaSpec, t: Any) -> None:
         _finite(p.op, x, name, p, t)
     for x, name in ((t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
         _finite(p.op, x, name)
-    writes = _slots(p, t)
+    if p.states > 0 and lengths is not None and max(lengths, default=0) > p.states:
+        expected = f"{max(lengths)} columns or more, one for each token"
+        raise ContractError(p.op, "write_slots", expected, f"{p.states} columns")
+    writes = _slots(p, t, lengths=lengths)
     _checkpoints(p, t, lengths, writes)
+
+
+def verify(p: VerifySpec, t: Any) -> None:
+    """Check the values of a ``verify`` call."""
+    delta(p, t)
+    if not p.buffered:
+        return
+    longest = max(_lengths(p, t) or [0])
+    if longest > p.draft_tokens:
+        expected = f"room for {longest} tokens of a row"
+        raise ContractError(p.op, "buffers.k", expected, f"{p.draft_tokens} tokens")
+    assert p.draft_k is not None
+    _draft_slots(p, t, p.draft_k.shape[0])
 
 
 def commit(p: CommitSpec, t: Any) -> None:
     """Check the values of a ``commit`` call."""
     lengths = _lengths(p, t) or [p.T] * p.N
     _slots(p, t)
+    if p.stacked:
+        _draft_slots(p, t, p.S)
     for i, (n, most) in enumerate(zip(t.num_accepted.tolist(), lengths, strict=True)):
         if not 0 <= n <= most:
             raise ContractError(p.op, f"num_accepted[{i}]", f"0 to {most} tokens", n)
@@ -59,6 +77,8 @@ def conv(p: ConvSpec | ConvQkvSpec, t: Any) -> None:
     if t.state is not None:
         writes = _slots(p, t, frozen=p.freeze)
         _checkpoints(p, t, lengths, writes)
+    if t.window_start is not None:
+        _windows(p, t, lengths)
 
 
 def step(p: StepSpec, t: Any) -> None:
@@ -116,28 +136,82 @@ def _live(p: Any, t: Any, x: Tensor) -> Tensor:
     return live
 
 
-def _slots(p: Any, t: Any, frozen: bool = False) -> set[int]:
-    """Check read and write slots; return the slots this call writes."""
+def _windows(p: ConvSpec | ConvQkvSpec, t: Any, lengths: list[int] | None) -> None:
+    """Windows lie inside of the conv state, before and after the call."""
+    most = p.L - p.W + 1
+    real = _slots_read(p, t)
+    for i, start in enumerate(t.window_start.tolist()):
+        if real[i] and not 0 <= start <= most:
+            raise ContractError(p.op, f"window_start[{i}]", f"columns 0 to {most}", start)
+    longest = max(lengths or [0])
+    if not p.freeze and p.W - 2 + longest > p.L:
+        expected = f"at least {p.W - 2 + longest} columns, W - 2 + T, beside window_start"
+        raise ContractError(p.op, "state", expected, f"{p.L} columns")
+
+
+def _slots_read(p: Any, t: Any) -> list[bool]:
+    """Which rows read a state: not padding, and not new."""
+    real = [True] * p.N if t.slots is None else (t.slots > p.pad_slot).tolist()
+    known = [True] * p.N if t.has_state is None else t.has_state.tolist()
+    return [a and b for a, b in zip(real, known, strict=True)]
+
+
+def _draft_slots(p: Any, t: Any, S: int) -> None:
+    """Rows of draft buffers: in range, and none for two sequences."""
+    given = t.draft_slots if t.draft_slots is not None else t.slots
+    name = "slots" if t.draft_slots is None else "draft_slots"
+    if given is None:
+        return
+    padding = [False] * p.N if t.slots is None else (t.slots <= p.pad_slot).tolist()
+    owner: dict[int, int] = {}
+    for i, slot in enumerate(given.tolist()):
+        if slot >= S:
+            raise ContractError(p.op, f"{name}[{i}]", f"less than the {S} rows of buffers", slot)
+        if slot <= p.pad_slot or padding[i]:
+            continue
+        if slot in owner:
+            expected = "no row of the buffers twice"
+            raise ContractError(p.op, name, expected, f"{slot} in rows {owner[slot]}, {i}")
+        owner[slot] = i
+
+
+def _slots(p: Any, t: Any, frozen: bool = False, lengths: list[int] | None = None) -> set[int]:
+    """Check read and write slots; return the slots this call writes.
+
+    ``lengths`` are needed where each token has a write slot.
+    """
     op, N = p.op, p.N
     if t.slots is None and t.write_slots is None:
         return set(range(N))  # row i is sequence i
     reads = list(range(N)) if t.slots is None else t.slots.tolist()
-    writes = reads if t.write_slots is None else t.write_slots.tolist()
-    for values, name in ((reads, "slots"), (writes, "write_slots")):
-        for i, slot in enumerate(values):
+    writes = [[slot] for slot in reads] if t.write_slots is None else t.write_slots.tolist()
+    each = t.write_slots is not None and t.write_slots.dim() == 2
+    if each:
+        lengths = [p.T] * N if lengths is None else lengths
+        writes = [row[:n] for row, n in zip(writes, lengths, strict=True)]
+    elif t.write_slots is not None:
+        writes = [[slot] for slot in writes]
+    for i, slot in enumerate(reads):
+        if slot >= p.P:
+            raise ContractError(op, f"slots[{i}]", f"less than {p.P} slots", slot)
+    for i, row in enumerate(writes):
+        for j, slot in enumerate(row):
             if slot >= p.P:
-                raise ContractError(op, f"{name}[{i}]", f"less than {p.P} slots", slot)
+                where = f"write_slots[{i}, {j}]" if each else f"write_slots[{i}]"
+                raise ContractError(op, where, f"less than {p.P} slots", slot)
     if frozen or op == "verify":
         return set()
     owner: dict[int, int] = {}
-    for i, (read, write) in enumerate(zip(reads, writes, strict=True)):
-        if (p.slots is not None and read <= p.pad_slot) or (p.pooled and write <= p.pad_slot):
-            continue
-        if write in owner:
-            expected = "no slot twice among those written"
-            name = "slots" if t.write_slots is None else "write_slots"
-            raise ContractError(op, name, expected, f"{write} in rows {owner[write]}, {i}")
-        owner[write] = i
+    for i, row in enumerate(writes):
+        for write in row:
+            padding = p.slots is not None and reads[i] <= p.pad_slot
+            if padding or (p.pooled and write <= p.pad_slot):
+                continue
+            if write in owner:
+                expected = "no slot twice among those written"
+                name = "slots" if t.write_slots is None else "write_slots"
+                raise ContractError(op, name, expected, f"{write} in rows {owner[write]}, {i}")
+            owner[write] = i
     known = [True] * N if t.has_state is None else t.has_state.tolist()
     for i, read in enumerate(reads):
         padding = p.slots is not None and read <= p.pad_slot

@@ -141,8 +141,9 @@ def gdn_decode_mtp(
     """T tokens a row [B, T, ..].
 
     States after each token go to ``intermediate_states_buffer`` [B, T, HV, V, K], or to the slots
-    ``output_state_indices`` [B, T]: one launch for each token. With neither, the last state goes
-    back to its slot, or nowhere with ``disable_state_update``.
+    ``output_state_indices`` [B, T]: one launch for each token to a buffer, or for more than 8
+    tokens. With neither, the last state goes back to its slot, or nowhere with
+    ``disable_state_update``.
     """
     tokens = (q, k, v, a, b)
     options: dict[str, Any] = {
@@ -156,6 +157,9 @@ def gdn_decode_mtp(
         return _each_in_a_buffer(
             tokens, options, initial_state, slots, intermediate_states_buffer, disable_state_update
         )
+    if output_state_indices is not None and q.shape[1] <= MAX_DECODE_TOKENS:
+        where = {"state": initial_state, "slots": slots, "write_slots": output_state_indices}
+        return ops.decode(*tokens, **options, **where)[0]
     if output_state_indices is not None:
         read, out = slots, v.new_empty(*q.shape[:2], *v.shape[2:])
         for t in range(q.shape[1]):

@@ -217,16 +217,21 @@ class GatedDeltaNet(nn.Module):
         state_layout: StateLayout = "vk",
         cu_seqlens: Tensor | None = None,
         cu_seqlens_cpu: Tensor | None = None,
+        buffers: ops.DraftBuffers | None = None,
+        draft_slots: Tensor | None = None,
     ) -> tuple[Tensor, ops.Draft]:
         """The layer's output for up to 8 draft tokens a sequence, writing no state.
 
         Once the model has said how many of them are right, ``sluice.commit(draft, num_accepted)``
         brings both states to where decoding only those tokens would have left them. Rejecting every
-        token needs no call.
+        token needs no call. With ``buffers`` of all layers (``StatePool.draft_buffers``) one
+        ``sluice.commit_layers`` does it for the whole model.
 
         Args:
             hidden_states: [N, T, hidden], T up to 8; packed as [T, hidden] with ``cu_seqlens``.
             conv_state: as in :meth:`forward`; so are all other arguments.
+            buffers: this layer's buffers for the draft, as in :func:`sluice.verify`; so is
+                ``draft_slots``.
 
         Returns:
             the output, as :meth:`forward` gives it, and the draft of this layer.
@@ -257,7 +262,8 @@ class GatedDeltaNet(nn.Module):
             cu_seqlens,
             cu_seqlens_cpu,
         )
-        return _verify(self, self.shape, hidden_states, rows)
+        kept = {"buffers": buffers, "draft_slots": draft_slots}
+        return _verify(self, self.shape, hidden_states, rows, kept)
 
     def extra_repr(self) -> str:
         s = self.shape
@@ -408,7 +414,9 @@ def _prefill(layer: Any, shape: QwenShape, x: Tensor, rows: Rows, masked: bool) 
     return Trained(out, qkv, state)
 
 
-def _verify(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> tuple[Tensor, ops.Draft]:
+def _verify(
+    layer: Any, shape: QwenShape, x: Tensor, rows: Rows, kept: dict[str, Any]
+) -> tuple[Tensor, ops.Draft]:
     """Draft tokens: the conv window and the state are read, and stay as they are."""
     _check(shape, x, rows, None)
     if rows.conv_state is None or rows.state is None:
@@ -446,6 +454,7 @@ def _verify(layer: Any, shape: QwenShape, x: Tensor, rows: Rows) -> tuple[Tensor
         conv_inputs=qkv,
         conv_state=rows.conv_state,
         **where,
+        **kept,
     )
     o = o.unflatten(-2, (s.num_k_heads, s.r))
     o = ops.rms_norm_gated(o, z, layer.norm.weight, eps=s.norm_eps, activation=s.gate_activation)

@@ -32,6 +32,7 @@ def causal_conv1d(
     has_state: Tensor | None = None,
     pad_slot: int = -1,
     freeze: bool = False,
+    window_start: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
@@ -58,6 +59,10 @@ def causal_conv1d(
         slots: as in :func:`prefill`; so are ``write_slots``, ``has_state``, ``pad_slot``,
             ``cu_seqlens``, ``cu_seqlens_cpu``, ``checkpoints`` and ``backend``.
         freeze: read the window but leave it as it is, for draft tokens (:func:`verify`).
+        window_start: [N] int32 or int64: the state is left-aligned. A sequence's window are the
+            W - 1 columns from here on; from column 0 on, the call writes the window without its
+            oldest column, then x. If n >= 1 of these tokens count, the next call's
+            ``window_start`` is n - 1. Needs L >= W - 2 + T, and no checkpoints.
         layout: "btd", or "bdt" for [B, D, T] tensors (packed [D, T]).
         out: buffer for y, in the layout of x.
 
@@ -73,10 +78,12 @@ def causal_conv1d(
     """
     kept, positions, every = parts("causal_conv1d", checkpoints)
     if state is None:
-        _needs_state("causal_conv1d", slots, write_slots, has_state, checkpoints, freeze)
+        _needs_state(
+            "causal_conv1d", slots, write_slots, has_state, checkpoints, freeze, window_start
+        )
     tensors = [
         x, weight, bias, state, slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu, kept,
-        positions, out,
+        positions, window_start, out,
     ]  # fmt: skip
     options = (activation, pad_slot, freeze, every)
     if initial_state is not None:
@@ -117,6 +124,7 @@ def conv_qkv(
     has_state: Tensor | None = None,
     pad_slot: int = -1,
     freeze: bool = False,
+    window_start: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Checkpoints | None = None,
@@ -144,6 +152,7 @@ def conv_qkv(
             first token, and no state is kept.
         freeze: read the window but leave it as it is, for draft tokens: ``x`` is then
             ``conv_inputs`` of :func:`verify`, and ``commit`` rolls the window.
+        window_start: [N] where windows start in the state, as in :func:`causal_conv1d`.
         initial_state: the functional form, as in :func:`causal_conv1d`; final windows are not
             returned: they are the last columns of [initial_state | x] (C11).
         out: buffers (q, k, v, g, beta), None for gates that are not made.
@@ -161,13 +170,13 @@ def conv_qkv(
     """
     kept, positions, every = parts("conv_qkv", checkpoints)
     if state is None:
-        _needs_state("conv_qkv", slots, write_slots, has_state, checkpoints, freeze)
+        _needs_state("conv_qkv", slots, write_slots, has_state, checkpoints, freeze, window_start)
     buffers = (None,) * 5 if out is None else out
     if len(buffers) != 5:
         raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", f"{len(buffers)} buffers")
     tensors = [
         x, weight, bias, state, slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu, kept,
-        positions, a, b, A_log, dt_bias, *buffers,
+        positions, window_start, a, b, A_log, dt_bias, *buffers,
     ]  # fmt: skip
     options = (activation, pad_slot, freeze, every, normalize_qk, neg_eigval)
     form = (num_k_heads, num_v_heads, head_k_dim, head_v_dim, out is not None)
@@ -236,13 +245,14 @@ def _differentiable_qkv(
 
 def _needs_state(op: str, slots: Any, write_slots: Any, has_state: Any, *given: Any) -> None:
     """Say which argument is of no use without a state."""
-    checkpoints, freeze = given
+    checkpoints, freeze, window_start = given
     for x, name in (
         (slots, "slots"),
         (write_slots, "write_slots"),
         (has_state, "has_state"),
         (checkpoints, "checkpoints"),
         (freeze or None, "freeze"),
+        (window_start, "window_start"),
     ):
         if x is not None:
             raise ContractError(op, name, "state beside it", "state=None")

@@ -1,9 +1,9 @@
-"""The recurrence over sequences: ``prefill``, ``decode``, ``verify`` and ``commit``."""
+"""The recurrence over sequences: ``prefill`` and ``decode``; ``verify`` is in drafts.py."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from sluice.contract import checks, values
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.errors import ContractError
 from sluice.contract.names import BackendName, HeadLayout, StateLayout
-from sluice.contract.spec import CommitSpec, DeltaSpec, VerifySpec
+from sluice.contract.spec import DeltaSpec
 from sluice.ops.canonical import Tokens, backward_of
 from sluice.ops.checkpoints import Checkpoints, parts
 from sluice.torch_ops import Functional, register, register_functional
@@ -152,13 +152,16 @@ def decode(
 
     The same equations, arguments, padding and errors as :func:`prefill`, without checkpoints; a
     sequence's bits never depend on the rows beside it. The state is rounded to its dtype once, at
-    the end of the call.
+    the end of the call, or with one write slot for each token wherever it is written.
 
     Args:
         q: [B, T, HQ, K], T from 1 to 8 (or packed with ``cu_seqlens``, each at most 8 tokens).
         k: [B, T, HK, K].
         v: [B, T, HV, V].
         g: as in ``prefill``; so are all other arguments.
+        write_slots: [N] as in ``prefill``, or [N, M], M at least the tokens of a sequence: the
+            state after token t goes to slot ``write_slots[i, t]``; the slot that the sequence
+            reads may be among them. Padding: that state is not written.
 
     Returns:
         o [B, T, max(HQ, HV), V] and ``state``, updated in place.
@@ -180,127 +183,8 @@ def decode(
     return _results("decode", made, q, k, v, g, beta, A_log, dt_bias, state)
 
 
-class Draft(NamedTuple):
-    """What ``verify`` keeps of its draft tokens so that ``commit`` can fold the accepted ones in.
-
-    ``k`` [B, T, HK, K], ``d`` [B, T, HV, V] (the corrections of (C2); a backend may keep k's
-    length in either, only their product is used) and ``g`` (log
-    decays, or None), all float32, are indexed by row, never by pool slot. The rest is the call's
-    own: the draft refers to ``state``, ``conv_state`` and the index tensors, it does not copy them.
-    """
-
-    k: Tensor
-    d: Tensor
-    g: Tensor | None
-    state: Tensor
-    slots: Tensor | None
-    write_slots: Tensor | None
-    has_state: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_cpu: Tensor | None
-    pad_slot: int
-    state_layout: StateLayout
-    conv_inputs: Tensor | None
-    conv_state: Tensor | None
-
-
-def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    state: Tensor,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    neg_eigval: bool = False,
-    slots: Tensor | None = None,
-    write_slots: Tensor | None = None,
-    has_state: Tensor | None = None,
-    pad_slot: int = -1,
-    state_layout: StateLayout = "vk",
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    conv_inputs: Tensor | None = None,
-    conv_state: Tensor | None = None,
-    layout: HeadLayout = "bthd",
-    out: Tensor | None = None,
-    backend: BackendName | None = None,
-) -> tuple[Tensor, Draft]:
-    """Outputs of up to 8 draft tokens a sequence, writing no state.
-
-    The arguments are :func:`decode`'s, and two more for the convolution before it, which must have
-    been run with ``freeze=True``:
-
-    Args:
-        conv_inputs: [B, T, D] raw inputs of the convolution for the draft tokens (packed as q is).
-        conv_state: [P, D, L] conv state, addressed by the same slots, which ``commit`` will roll.
-
-    Returns:
-        o as ``decode`` would give it, and a :class:`Draft` for :func:`commit`. Rejecting every
-        token needs no call.
-
-    >>> import torch, sluice
-    >>> pool = torch.randn(2, 1, 4, 4)
-    >>> before, x = pool.clone(), torch.randn(2, 3, 1, 4)
-    >>> o, draft = sluice.verify(x, x, x, normalize_qk=True, state=pool)
-    >>> torch.equal(pool, before)
-    True
-    >>> _ = sluice.commit(draft, torch.tensor([0, 2]))
-    >>> torch.equal(pool[0], before[0]), torch.equal(pool[1], before[1])
-    (True, False)
-    """
-    tensors = [
-        q, k, v, g, beta, A_log, dt_bias, state, slots, write_slots, has_state, cu_seqlens,
-        cu_seqlens_cpu, None, None, out, None, None, None, conv_inputs, conv_state,
-    ]  # fmt: skip
-    options = (scale, normalize_qk, neg_eigval, pad_slot, state_layout, 0, False)
-    made = calls.call(VERIFY, tensors, options, layout, backend)
-    if conv_inputs is not None and conv_inputs.dim() == 2:
-        conv_inputs = conv_inputs.unsqueeze(0)
-    o, kept = made[_OUT], made[_DRAFT : _DRAFT + 3]
-    inputs = (q, k, v, g, beta, A_log, dt_bias, state)
-    if calls.wants_gradient(*inputs):
-        o = calls.without_gradient("verify", o, *inputs)
-        kept = [None if x is None else calls.without_gradient("verify", x, *inputs) for x in kept]
-    draft_k, draft_d, draft_g = kept
-    draft = Draft(
-        draft_k, draft_d, draft_g, state, slots, write_slots, has_state, cu_seqlens,
-        cu_seqlens_cpu, pad_slot, state_layout, conv_inputs, conv_state,
-    )  # fmt: skip
-    return o, draft
-
-
-def commit(draft: Draft, num_accepted: Tensor, *, backend: BackendName | None = None) -> Tensor:
-    """Fold the first ``num_accepted`` draft tokens of each row into its state, in place.
-
-    State and conv window are left exactly as decoding only those tokens (in one call) would have
-    left them, to the bit; 0 leaves them as they were (copied through, if write slots differ).
-
-    Args:
-        draft: from :func:`verify`. A draft is committed at most once, before its rows change.
-        num_accepted: [N] int32 or int64, 0 to the row's number of draft tokens.
-
-    Returns:
-        the state pool the draft refers to.
-    """
-    if not isinstance(draft, Draft):
-        raise ContractError("commit", "draft", "a Draft from verify", type(draft).__name__)
-    tensors = [
-        draft.k, draft.d, draft.g, num_accepted, draft.state, draft.slots, draft.write_slots,
-        draft.has_state, draft.cu_seqlens, draft.cu_seqlens_cpu, draft.conv_inputs,
-        draft.conv_state,
-    ]  # fmt: skip
-    calls.call(COMMIT, tensors, (draft.pad_slot, draft.state_layout), None, backend)
-    return calls.without_gradient("commit", draft.state, draft.k, draft.state, draft.conv_inputs)
-
-
 _STATE = DeltaSpec.TENSORS.index("state")
 _OUT = DeltaSpec.TENSORS.index("out")
-_DRAFT = DeltaSpec.TENSORS.index("draft_k")
 
 
 def _results(op: str, made: list[Any], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -353,7 +237,7 @@ def _differentiable(
     return tokens.restore(o), final
 
 
-def _canonical(op: str, t: Any, options: tuple[Any, ...], layout: str) -> Canonical:
+def canonical_delta(op: str, t: Any, options: tuple[Any, ...], layout: str) -> Canonical:
     """Canonical tensors of ``prefill``, ``decode`` and ``verify``, with the outputs they need."""
     packed = t.q.dim() == 3
     tokens = Tokens(op, t.cu_seqlens, layout, ("bthd", "bhtd"), packed=packed)
@@ -376,47 +260,29 @@ def _canonical(op: str, t: Any, options: tuple[Any, ...], layout: str) -> Canoni
     out = v.new_empty(*v.shape[:2], heads, v.shape[3])
     if t.out is not None:
         out = tokens(t.out, "out", 4)
-    draft_k = draft_d = draft_g = None
-    if op == "verify":
-        draft_k = k.new_empty(*k.shape, dtype=wide)
-        draft_d = v.new_empty(*v.shape, dtype=wide)
-        draft_g = None if g is None else g.new_empty(*g.shape, dtype=wide)
+    write_slots = t.write_slots
+    each = op == "decode" and write_slots is not None and write_slots.dim() == 2
+    if each and t.cu_seqlens is None and q.shape[1] == 1 and write_slots.shape[1] > 0:
+        write_slots = write_slots.narrow(1, 0, 1).squeeze(1)  # the only token's is the row's
     canonical = t._replace(
-        q=q, k=k, v=v, g=g, beta=beta, state=state, out=out,
-        draft_k=draft_k, draft_d=draft_d, draft_g=draft_g,
-    )  # fmt: skip
+        q=q, k=k, v=v, g=g, beta=beta, state=state, out=out, write_slots=write_slots
+    )
     if op == "verify":
         inputs = tokens(t.conv_inputs, "conv_inputs", 3, layout="btd")
         canonical = canonical._replace(conv_inputs=inputs)
     return Canonical(canonical, tokens.restore, ("out",), ("state",))
 
 
-def _as_given(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
-    """A draft is canonical: ``verify`` made it so."""
-    return Canonical(t)
-
-
 PREFILL = Operator(
     "prefill",
     DeltaSpec,
-    functools.partial(_canonical, "prefill"),
+    functools.partial(canonical_delta, "prefill"),
     checks.delta,
     values.delta,
     ("state", "out"),
 )
-DECODE = PREFILL._replace(name="decode", canonical=functools.partial(_canonical, "decode"))
-VERIFY = Operator(
-    "verify",
-    VerifySpec,
-    functools.partial(_canonical, "verify"),
-    checks.verify,
-    values.delta,
-    ("out", "draft_k", "draft_d", "draft_g"),
-)
-COMMIT = Operator(
-    "commit", CommitSpec, _as_given, checks.commit, values.commit, ("state", "conv_state")
-)
-for _op in (PREFILL, DECODE, VERIFY, COMMIT):
+DECODE = PREFILL._replace(name="decode", canonical=functools.partial(canonical_delta, "decode"))
+for _op in (PREFILL, DECODE):
     register(_op)
 _INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "state")
 FUNCTIONAL = Functional(

@@ -111,6 +111,8 @@ class _Build:
             "freeze": (c.freeze, False),
             "layout": (c.layout, None),
         }
+        if c.starts is not None:
+            tensors["window_start"] = self._index(list(c.starts))
         return {**tensors, **_given(options)}
 
     def _norm(self) -> dict[str, Any]:
@@ -182,7 +184,8 @@ class _Build:
             return {}
         saved = self._saved_columns()
         first = 1 if c.pad_slot == 0 else 0
-        needed = N * (2 if c.moved else 1) + N * saved
+        longest = max(c.sequence_lengths, default=0) if c.each else 0
+        needed = N * (2 if c.moved else 1) + N * (saved + longest)
         P = needed + first + 3
         if c.state == "rows":
             free = list(range(P))
@@ -199,6 +202,8 @@ class _Build:
         if c.moved or c.unkept:
             chosen = [pads[i % 2] if i in c.unkept else s for i, s in enumerate(targets)]
             found["write_slots"] = self._index(chosen)
+        if c.each:
+            found["write_slots"] = self._each(slots, free, longest, pads)
         if c.new:
             known = torch.tensor([i not in c.new for i in range(N)], dtype=torch.bool)
             found["has_state"] = known.to(self.device)
@@ -210,6 +215,19 @@ class _Build:
             conv = name == "conv_state" or c.op in ("causal_conv1d", "conv_qkv")
             found[name] = self._conv_pool(P, used) if conv else self._state_pool(P, used)
         return found
+
+    def _each(
+        self, slots: list[int], free: list[int], columns: int, pads: tuple[int, int]
+    ) -> Tensor:
+        """A slot for each token. In turn, the row's own is one, and ``unkept`` rows skip one."""
+        c = self.case
+        rows = torch.tensor(free[: c.N * columns]).reshape(c.N, columns)
+        for i in range(c.N if columns else 0):
+            if not c.moved:
+                rows[i, i % columns] = slots[i]
+            if i in c.unkept:
+                rows[i, (i + 1) % columns] = pads[i % 2]
+        return rows.to(self.device, c.index_dtype)
 
     def _saved_columns(self) -> int:
         c = self.case
@@ -242,7 +260,9 @@ class _Build:
     def _conv_pool(self, P: int, used: list[int]) -> Tensor:
         c = self.case
         pool = draw.normal(self.gen, P, c.channels, c.window)
-        pool = draw.poisoned_pool(pool, used).to(self.device, self.dtype)
+        if c.starts is None:  # else columns of rows that are written may stay as they are
+            pool = draw.poisoned_pool(pool, used)
+        pool = pool.to(self.device, self.dtype)
         plain = c.gap == 0 and c.conv_order == "dl"
         return pool if plain else draw.padded_pool(pool, c.gap, c.conv_order)
 
@@ -278,6 +298,25 @@ class _Build:
 
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, dtype=self.case.index_dtype).to(self.device)
+
+
+def buffers(case: Case, inputs: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """``buffers`` and ``draft_slots`` of a verify: NaN, with room for one more token and row."""
+    k, g, x, c = inputs["k"], inputs.get("g"), inputs.get("conv_inputs"), case
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    lead = (c.N + 1, max(c.sequence_lengths, default=0) + 1)
+
+    def new(dtype: torch.dtype, *tail: int) -> Tensor:
+        return torch.full((*lead, *tail), NAN, dtype=dtype, device=k.device)
+
+    made = kind(
+        new(wide, c.Hk, c.K),
+        new(wide, c.Hv, c.V),
+        None if g is None else new(wide, c.Hv, *([c.K] if c.per_key else [])),
+        None if x is None else new(x.dtype, c.channels),
+    )
+    rows = torch.arange(c.N, 0, -1, dtype=c.index_dtype, device=k.device)
+    return {"buffers": made, "draft_slots": rows}
 
 
 def _given(options: dict[str, tuple[Any, Any]]) -> dict[str, Any]:

@@ -72,11 +72,13 @@ class Case:
     moved: bool = False  # write_slots differ from slots
     padded: tuple[int, ...] = ()
     unkept: tuple[int, ...] = ()  # computed, not written
+    each: bool = False  # decode: one write slot for each token; in turn, the row's own is one
     new: tuple[int, ...] = ()  # has_state False
     pad_slot: int = -1
     every: int | None = None
     positions: tuple[tuple[int, ...], ...] | None = None
     accepted: tuple[int, ...] | None = None  # verify
+    buffered: bool = False  # verify: the draft in buffers, by slot
 
     # Convolution, norm, layer.
     W: int = 4
@@ -87,6 +89,7 @@ class Case:
     activation: str | None = "silu"
     gate_activation: str = "silu"
     freeze: bool = False
+    starts: tuple[int, ...] | None = None  # the column at which each row's window starts
     order: str = "split"
     pairs: bool = False  # (qkv, z) and (b, a) in place of one tensor each
 
@@ -179,6 +182,8 @@ class Case:
         if self.op == "verify":
             accepted = kwargs.pop("num_accepted")
             before = {name: whole_storage(pool).clone() for name, pool in pools.items()}
+            if self.buffered:
+                kwargs |= build.buffers(self, inputs, ops.DraftBuffers)
             o, draft = ops.verify(**kwargs)
             for name, pool in pools.items():
                 what = f"{self.name}: {name} after verify, before commit"
@@ -276,6 +281,7 @@ class Case:
         written: list[int] = []
         for row in live_rows(spans, pool, *options, pad_slot):
             written += [] if row.write is None else [row.write]
+            written += [slot for slot in row.each if slot is not None]
             for slots in saves(host.get("checkpoints"), row, pad_slot).values():
                 written += slots
         return sorted(written)

@@ -179,6 +179,7 @@ _each("prefill", PREFILL, {
 # --------------------------------------------------------------------------------------- decode
 
 DECODE = {"batch": 4, "tokens": 1, "normalize": True}
+FEW = {"batch": 2, "Hk": 1, "Hv": 2}  # a few programs: Triton's interpreter is slow
 
 _each("decode", DECODE, {
     "one": {"batch": 1, "dtypes": ALL},
@@ -222,6 +223,25 @@ _each("decode", DECODE, {
     "padded_stride": {"gap": 40, "tokens": 2},
     "bhtd": {"layout": "bhtd", "tokens": 3},
     "strided": {"strided": True, "dtypes": ALL},
+    "each": {**FEW, "each": True, "tokens": 4, "dtypes": ALL},
+    "each_one_token": {**FEW, "each": True, "dtypes": (FP32, BF16)},
+    "each_of_eight": {**FEW, "each": True, "tokens": 8, "K": 128, "moved": True},
+    "each_bf16": {**FEW, "each": True, "tokens": 3, "state_dtype": BF16, "raw": True,
+                  "dtypes": (FP32, BF16)},
+    "each_kv": {**FEW, "each": True, "tokens": 5, "state_layout": "kv", "K": 48, "V": 80, "gap": 8},
+    "each_per_key": {**FEW, "each": True, "tokens": 3, "per_key": True, "raw": True,
+                     "unkept": (0,)},
+    "each_kv_per_key": {**FEW, "each": True, "tokens": 2, "per_key": True, "state_layout": "kv"},
+    "each_linear": {**FEW, "each": True, "tokens": 3, "rule": "linear"},
+    "each_odd_widths": {"batch": 1, "each": True, "tokens": 6, "K": 33, "V": 17, "Hq": 2, "Hk": 1,
+                        "Hv": 1},
+    "each_packed": {**FEW, "each": True, "lengths": (1, 3, 0, 8), "flat": True, "tail": 2,
+                    "index_dtype": torch.int64},
+    "each_packed_bf16": {**FEW, "each": True, "lengths": (1, 4, 2), "state_dtype": BF16, "K": 128,
+                         "V": 128, "dtypes": (BF16,)},
+    "each_padded": {**FEW, "each": True, "batch": 6, "tokens": 4, "padded": (0, 5), "new": (1, 3),
+                    "unkept": (2, 3), "pad_slot": 0},
+    "each_rows": {**FEW, "each": True, "state": "rows", "tokens": 2},
     "everything_at_once": {"batch": 6, "tokens": 4, "strided": True, "raw": True, "moved": True,
                            "padded": (1,), "unkept": (4,), "new": (3,), "gap": 8, "Hv": 6,
                            "gates": "mixed", "state_layout": "kv", "index_dtype": torch.int64,
@@ -229,6 +249,7 @@ _each("decode", DECODE, {
 })  # fmt: skip
 
 VERIFY = {"batch": 5, "tokens": 4, "accepted": (4, 0, 2, 1, 3), "normalize": True}
+HALF = {**FEW, "accepted": (3, 1)}
 
 _each("verify", VERIFY, {
     "uneven": {"dtypes": ALL},
@@ -251,6 +272,23 @@ _each("verify", VERIFY, {
     "state_bf16_kv": {"state_dtype": BF16, "state_layout": "kv", "dtypes": (FP32, BF16)},
     "state_rows": {"state": "rows"},
     "strided": {"strided": True, "raw": True, "with_conv": True},
+    "packed": {**HALF, "lengths": (1, 3, 0), "accepted": (1, 2, 0), "flat": True, "tail": 2,
+               "with_conv": True},
+    "buffered": {**HALF, "buffered": True, "with_conv": True, "dtypes": ALL},
+    "buffered_one_token": {**HALF, "buffered": True, "tokens": 1, "accepted": (1, 0)},
+    "buffered_per_key": {**HALF, "buffered": True, "per_key": True, "raw": True, "with_conv": True},
+    "buffered_linear": {**HALF, "buffered": True, "rule": "linear"},
+    "buffered_moved": {**HALF, "batch": 4, "accepted": (1, 2, 3, 0), "tokens": 3, "buffered": True,
+                       "moved": True, "unkept": (2,), "new": (1,), "with_conv": True,
+                       "state_layout": "kv", "gap": 8, "conv_order": "ld", "columns": 5,
+                       "state_dtype": BF16, "dtypes": (FP32, BF16)},
+    "buffered_padded": {**HALF, "batch": 3, "accepted": (1, 2, 3), "buffered": True,
+                        "padded": (1,), "pad_slot": 0, "with_conv": True,
+                        "index_dtype": torch.int64},
+    "buffered_packed": {**HALF, "buffered": True, "lengths": (1, 3, 0), "accepted": (1, 2, 0),
+                        "flat": True, "tail": 2, "with_conv": True},
+    "buffered_strided": {**HALF, "buffered": True, "strided": True, "raw": True, "with_conv": True,
+                         "Hv": 3, "K": 24, "V": 20, "layout": "bhtd"},
 })  # fmt: skip
 
 # -------------------------------------------------------------------------- convolution and norm
@@ -297,6 +335,19 @@ _each("causal_conv1d", CONV, {
     "packed_empty": {"lengths": (0, 5, 0, 2, 0), "moved": True, "new": (2,)},
     "packed_tail": {"lengths": (5, 2), "tail": 3, "padded": (0,), "host_lengths": True},
     "packed_none": {"lengths": (), "state": "rows"},
+    "starts": {"starts": (0, 8), "columns": 11, "dtypes": ALL},
+    "starts_channels": {"starts": (2, 0, 3), "batch": 3, "tokens": 4, "columns": 6, "gap": 8,
+                        "conv_order": "ld", "D": 140, "dtypes": (FP32, BF16)},
+    "starts_one_token": {"starts": (1, 0, 2), "batch": 3, "tokens": 1, "columns": 5},
+    "starts_exact": {"starts": (0, 0), "tokens": 1, "columns": 3},
+    "starts_W2": {"starts": (5, 0), "W": 2, "tokens": 6, "columns": 6, "index_dtype": torch.int64},
+    "starts_long": {"starts": (7, 30), "tokens": 40, "columns": 43, "W": 3},
+    "starts_rows": {"starts": (9, 1, 0, 2, 1), "batch": 5, "tokens": 3, "columns": 5,
+                    "moved": True, "unkept": (2,), "new": (1, 3), "padded": (0,), "pad_slot": 0},
+    "starts_freeze": {"starts": (1, 2), "tokens": 4, "columns": 5, "freeze": True},
+    "starts_packed": {"starts": (2, 1, 0, 1), "lengths": (3, 0, 1, 4), "tail": 2, "columns": 6,
+                      "moved": True, "flat": True},
+    "starts_bdt": {"starts": (1, 0), "tokens": 3, "columns": 5, "layout": "bdt"},
     "checkpoints_every_4": {"batch": 2, "tokens": 11, "every": 4, "columns": 5},
     "checkpoints_positions": {"lengths": (9, 2, 0), "moved": True,
                               "positions": ((0, 1, 9), (2, -1, 1), (0, -1, -1))},
@@ -325,6 +376,13 @@ _each("conv_qkv", QKV, {
     "strided": {"strided": True, "dtypes": (FP32, BF16)},
     "packed": {"lengths": (5, 0, 7), "tail": 2, "flat": True, "dtypes": ALL},
     "checkpoints": {"tokens": 9, "every": 3},
+    "starts": {"starts": (3, 1), "columns": 7, "dtypes": ALL},
+    "starts_rows": {"starts": (1, 0, 2, 9), "batch": 4, "tokens": 4, "columns": 6, "padded": (3,),
+                    "pad_slot": 0, "new": (1,), "conv_order": "ld", "gap": 8, "strided": True,
+                    "dtypes": (FP32, BF16)},
+    "starts_packed": {"starts": (2, 1, 0), "lengths": (3, 0, 4), "tail": 2, "columns": 6,
+                      "flat": True, "Hk": 1, "Hv": 1},
+    "starts_freeze": {"starts": (1, 2), "columns": 6, "freeze": True},
 })  # fmt: skip
 
 _each("rms_norm_gated", {"batch": 2, "tokens": 3, "state": "none"}, {

@@ -106,6 +106,8 @@ def delta(
             o[at] = q[at] @ S
             for slot in due.get(t - row.start + 1, ()):
                 after[slot] = S
+            if row.each and (own := row.each[t - row.start]) is not None:
+                after[own] = S
         if row.write is not None:
             after[row.write] = S
 
@@ -185,6 +187,7 @@ def conv(
     has_state: Tensor | None = None,
     pad_slot: int = -1,
     freeze: bool = False,
+    window_start: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     checkpoints: Any = None,
@@ -196,7 +199,8 @@ def conv(
     y_t = activation(bias + Σ_w weight[:, w] · x_{t − W + 1 + w}), each channel by itself. The
     state [P, D, L] holds the last L raw inputs, oldest first; the newest W − 1 of them precede x_0.
     A call without a state starts from zeros and returns [N, D, W − 1]. ``freeze`` leaves the pool
-    as it was.
+    as it was. With ``window_start`` the W − 1 columns from there on precede x_0, and the pool gets
+    these columns but the oldest, then all of x, from its first column on.
     """
     flat = x.ndim == 2
     x, weight = _exact(x), _exact(weight).flatten(1)  # [D, W], from [D, 1, W] as well
@@ -209,11 +213,14 @@ def conv(
     spans = sequences(B, T, cu_seqlens, lengths)
     before = None if state is None else _exact(state)
     after = _pool(before, (len(spans), D, W - 1), x.device)
-    L = after.shape[2]
     y = torch.zeros_like(x)
 
     for row in live_rows(spans, state, slots, write_slots, has_state, pad_slot):
         window = torch.zeros_like(after[0]) if row.read is None else before[row.read]
+        if window_start is not None:
+            begin = 0 if row.read is None else int(window_start[row.index])
+            window = window[:, begin : begin + W - 1]
+        L = window.shape[1]
         stream = torch.cat([window, x[row.batch, row.start : row.end].T], dim=1)  # [D, L + tokens]
         for t in range(row.end - row.start):
             newest = L + t + 1
@@ -223,7 +230,10 @@ def conv(
         for position, saved in saves(checkpoints, row, pad_slot).items():
             for slot in saved:
                 after[slot] = stream[:, position : position + L]
-        if row.write is not None:
+        if row.write is not None and window_start is not None:
+            kept = stream[:, min(1, row.end - row.start) :]
+            after[row.write, :, : kept.shape[1]] = kept
+        elif row.write is not None:
             after[row.write] = stream[:, row.end - row.start :]
 
     y = _activate(y, activation)  # silu(0) = 0: tokens of no sequence stay zero

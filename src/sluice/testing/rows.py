@@ -3,6 +3,8 @@
 padded     ``slots[i] <= pad_slot``: zero outputs, nothing read, nothing written
 new        ``has_state[i]`` false: starts from zeros, the pool's row is not read
 not kept   ``write_slots[i] <= pad_slot``: computed, but its final state is not written
+each       ``write_slots [N, M]``: the state after token t goes to ``write_slots[i, t]``, and the
+           final state nowhere else
 empty      no tokens: the initial state is copied to the write slot
 All reads see the pool as it was before the call.
 """
@@ -25,6 +27,8 @@ class Row(NamedTuple):
     end: int
     read: int | None
     write: int | None
+    each: tuple[int | None, ...] = ()
+    """With one write slot for each token: where the state after each token goes."""
 
 
 def sequences(
@@ -55,6 +59,11 @@ def live_rows(
         if slots is not None and slot <= pad_slot:
             continue
         known = state is not None and (has_state is None or bool(has_state[i]))
+        if write_slots is not None and write_slots.ndim == 2:
+            targets = write_slots[i, : end - start].tolist()
+            each = tuple(s if s > pad_slot else None for s in targets)
+            yield Row(i, batch, start, end, slot if known else None, None, each)
+            continue
         target = slot if write_slots is None else int(write_slots[i])
         kept = write_slots is None or target > pad_slot
         yield Row(i, batch, start, end, slot if known else None, target if kept else None)

@@ -88,7 +88,7 @@ for name in sys.argv[2:]:
 
 def kernels() -> dict[str, Any]:
     """Every kernel by its name, not compiled yet."""
-    for module in sorted(set(OPS.values())):
+    for module in sorted({*OPS.values(), "states"}):
         importlib.import_module(f"{__name__}.{module}")
     from sluice.backends.cpu.kernel import KERNELS
 
@@ -100,6 +100,8 @@ def kernel_of(spec: Spec) -> str:
     from sluice.backends.cpu.tokens import has_one_token
 
     name = KERNEL_OF.get(spec.op, spec.op)
+    if getattr(spec, "states", 0) > 0:
+        return "decode_states"
     return FOR_ONE_TOKEN[name] if name in FOR_ONE_TOKEN and has_one_token(spec) else name
 
 

@@ -20,7 +20,10 @@ def span(p, seq):
 
 @jit
 def state_rows(p, seq):
-    """Whether a sequence is padding, and the slots it reads and writes, NOWHERE for none."""
+    """Whether a sequence is padding, and the slots it reads and writes, NOWHERE for none.
+
+    Where each token has a write slot, it is the first token's.
+    """
     read = seq
     if p.slots != 0:
         read = read_index(p.slots, p.slots_wide, seq)
@@ -28,12 +31,31 @@ def state_rows(p, seq):
             return True, NOWHERE, NOWHERE
     write = read
     if p.write != 0:
-        write = read_index(p.write, p.write_wide, seq)
+        write = read_index(p.write, p.write_wide, seq * max(p.states, 1))
     if (p.slots != 0 or p.write != 0) and write <= p.pad:
         write = NOWHERE
     if p.has_state != 0 and read_int(p.has_state, seq, 1) == 0:
         read = NOWHERE
     return False, read, write
+
+
+@jit
+def state_slot(p, seq, t):
+    """The slot of the state after token t, where each token has one; NOWHERE for none."""
+    slot = read_index(p.write, p.write_wide, seq * p.states + t)
+    return slot if slot > p.pad else NOWHERE
+
+
+@jit
+def draft_row(p, seq):
+    """The row of the draft buffers that a sequence has; NOWHERE for none."""
+    if p.draft_slots != 0:
+        row = read_index(p.draft_slots, p.draft_slots_wide, seq)
+    elif p.slots != 0:
+        row = read_index(p.slots, p.slots_wide, seq)
+    else:
+        return seq
+    return row if row > p.pad else NOWHERE
 
 
 @jit

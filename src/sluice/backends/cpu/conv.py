@@ -19,6 +19,7 @@ from sluice.backends.cpu.conv_lines import (
     load_weights,
     load_window,
     make_lines,
+    start_window,
     store_lines,
     store_window,
 )
@@ -86,6 +87,7 @@ def task(p, c, unit, first):
     if end <= t0 and t0 > 0:
         return
     padding, read, write = state_rows(p, seq)
+    start_window(p, c, seq)
     if padding:
         _zero_lines(p, c, batch, start + t0, end - t0, first, count)
         return
@@ -117,16 +119,23 @@ def task(p, c, unit, first):
 
 
 @jit
-def roll_task(p, c, seq, first):
-    """The window of some channels moved on by the accepted tokens of a draft."""
+def roll_task(p, c, layer, token, seq, first):
+    """The window of some channels moved on by the accepted tokens of a draft.
+
+    `token` is the draft's at which the sequence's begin; only buffers have it.
+    """
     count = min(CHANNELS, p.D - first)
     padding, read, write = state_rows(p, seq)
     if padding or write == NOWHERE:
         return
     batch, start, _ = span(p, seq)
+    at = batch * p.x_b + start * p.x_t
+    if p.buffered:
+        at = token * p.x_t
+    c.base = layer * p.conv_layer
     m = read_index(p.accepted, p.accepted_wide, seq)
     load_window(p, c, 0, read, first, count, read == NOWHERE)
-    load_lines(p, c, c.front, 0, batch * p.x_b + start * p.x_t + first * p.x_d, m, count)
+    load_lines(p, c, c.front, 0, at + first * p.x_d, m, count)
     store_window(p, c, 0, m, write, first, count)
 
 

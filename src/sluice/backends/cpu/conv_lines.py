@@ -18,7 +18,15 @@ from sluice.backends.cpu.delta import Function
 from sluice.backends.cpu.jit import jit, jit_as
 from sluice.backends.cpu.llvm import BF16, F16, F32, LANES
 from sluice.backends.cpu.memory import allocate, release
-from sluice.backends.cpu.scratch_rows import fill, load_row, read, round_up, store_row, write
+from sluice.backends.cpu.scratch_rows import (
+    fill,
+    load_row,
+    read,
+    read_index,
+    round_up,
+    store_row,
+    write,
+)
 from sluice.backends.cpu.simd import fma, get, load, pointer, put, store
 from sluice.backends.cpu.struct_view import struct_view
 from sluice.backends.cpu.tiles import (
@@ -34,7 +42,9 @@ from sluice.backends.cpu.vmath import vsilu
 TOKENS = 16  # tokens whose lines are held
 HEADER = 128  # bytes: room for the record
 
-lines = struct_view("lines", "end front width", pointers="x y weight bias turned")
+# start: the first column of a sequence's window, where p.window says; base: the element of the pool
+# at which a layer begins
+lines = struct_view("lines", "end front width start base", pointers="x y weight bias turned")
 
 
 @jit
@@ -47,7 +57,7 @@ def _take(c, floats):
 @jit
 def _lay_out(c, address, width, front, W):
     c.end = round_up(address, 64)
-    c.front, c.width = front, width
+    c.front, c.width, c.start, c.base = front, width, 0, 0
     c.x = _take(c, (front + max(front, TOKENS)) * width)  # [front + tokens, width] raw inputs
     c.y = _take(c, TOKENS * width)  # [TOKENS, width] results
     c.weight = _take(c, W * width)  # [W, width]
@@ -138,15 +148,22 @@ def front_lines(p):
 
 
 @jit
+def start_window(p, c, seq):
+    """Note where a sequence's window starts."""
+    if p.window != 0:
+        c.start = read_index(p.window, p.window_wide, seq)
+
+
+@jit
 def load_window(p, c, column, slot, first, count, fresh):
     """Load the window of channels from `first` on before the tokens; zeros if `fresh`."""
-    ld, L = c.width, p.L
+    ld, L = c.width, p.L if p.window == 0 else p.W - 1
     if fresh:
         for l in range(c.front):
             fill(c.x + l * ld + column, round_up(count, LANES), 0.0)
         return
     x = c.x + (c.front - L) * ld + column
-    at = slot * p.conv_p + first * p.conv_d
+    at = c.base + slot * p.conv_p + first * p.conv_d + c.start * p.conv_l
     if p.conv_d == 1:
         for l in range(L):
             load_row(x + l * ld, p.conv, p.conv_code, at + l * p.conv_l, count)
@@ -170,10 +187,15 @@ def load_window(p, c, column, slot, first, count, fresh):
 
 @jit
 def store_window(p, c, column, tokens, slot, first, count):
-    """Store the L lines that end after `tokens` tokens as the window of those channels."""
+    """Store the L lines that end after `tokens` tokens as the window of those channels.
+
+    A left-aligned state gets the tokens and the window before them, without its oldest line.
+    """
     ld, L = c.width, p.L
+    if p.window != 0:
+        L = p.W - 1 + tokens - min(tokens, 1)
     x = c.x + (c.front + tokens - L) * ld + column
-    at = slot * p.conv_p + first * p.conv_d
+    at = c.base + slot * p.conv_p + first * p.conv_d
     if p.conv_d == 1:
         for l in range(L):
             store_row(p.conv, p.conv_code, at + l * p.conv_l, x + l * ld, count)
@@ -348,6 +370,9 @@ def keep_windows(p, c, seq, read_slot, write_slot, at, T, first, count):
                 store_window(p, c, 0, tokens, slot, first, count)
     if write_slot != NOWHERE:
         tokens = T
-        if T > TOKENS:
+        if p.window != 0 and T > TOKENS:
+            load_window(p, c, 0, read_slot, first, count, read_slot == NOWHERE)
+            load_lines(p, c, c.front, 0, at, T, count)
+        elif T > TOKENS:
             tokens = _window_after(p, c, read_slot, at, T, first, count)
         store_window(p, c, 0, tokens, write_slot, first, count)

@@ -19,6 +19,7 @@ from sluice.backends.cpu.conv_lines import (
     load_pass,
     load_weights,
     make_lines,
+    start_window,
 )
 from sluice.backends.cpu.conv_rows import GROUP, convolve_rows, deal_taps, serves_rows
 from sluice.backends.cpu.jit import jit
@@ -130,6 +131,7 @@ def task(p, c, unit, block):
     if end <= t0 and t0 > 0:
         return
     padding, read_slot, write_slot = state_rows(p, seq)
+    start_window(p, c, seq)
     if padding:
         _zero_heads(p, c, section, batch, start + t0, head, heads, end - t0)
         return

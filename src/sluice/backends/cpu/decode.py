@@ -8,9 +8,10 @@ block by block through float32 scratch memory, with the same operations.
 from __future__ import annotations
 
 import functools
+import importlib
 
 from sluice.backends import Launch
-from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
+from sluice.backends.cpu.addressing import NOWHERE, draft_row, span, state_rows
 from sluice.backends.cpu.delta import BLOCK_V, Function, block
 from sluice.backends.cpu.jit import jit, jit_as, named
 from sluice.backends.cpu.kernel import Kernel
@@ -50,6 +51,7 @@ from sluice.backends.cpu.tokens import (
     zero_outputs,
 )
 from sluice.contract import values
+from sluice.contract.draft_spec import VerifySpec
 from sluice.contract.spec import DeltaSpec
 
 VK1, VK2, VK4, VK8 = (block("vk", M) for M in (1, 2, 4, 8))
@@ -112,7 +114,7 @@ def _one_token(p, w, source, target):
 
 
 @jit
-def _vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
+def vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
     beta = w.beta
     if m == 1:
         VK1(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
@@ -137,7 +139,7 @@ def _kv_one(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
 
 
 @jit
-def _kv_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
+def kv_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
     beta, K = w.beta, p.K
     if m == 1:
         KV1(w, beta, s, ld, to, ld_to, soon, K, n, v0, write)
@@ -150,11 +152,11 @@ def _kv_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
 
 
 @jit
-def _keep_corrections(p, w, token, head, v0, m):
+def _keep_corrections(p, w, head, v0, m):
     """Verify's d of one block."""
     width = min(BLOCK_V, p.V - v0)
     for t in range(m):
-        at = ((token + t) * p.HV + head) * p.V + v0
+        at = ((w.draft + t) * p.HV + head) * p.V + v0
         store_row(p.draft_d, F32, at, w.d + t * BLOCK_V, width)
 
 
@@ -193,7 +195,7 @@ def head_runner(many: bool) -> Function:
 
     What serves one token takes half the time to compile, and most calls have no more.
     """
-    vk, kv = (_vk_block, _kv_block) if many else (_vk_one, _kv_one)
+    vk, kv = (vk_block, kv_block) if many else (_vk_one, _kv_one)
 
     @jit_as("by_blocks", many)
     def by_blocks(p, w, read, write, head, token, m):
@@ -227,8 +229,8 @@ def head_runner(many: bool) -> Function:
                 if dealt:
                     gather_row(w.tile, w.tile, BLOCK_V * K)
                 store_block(p, w.tile, target, v0)
-            if p.draft_d != 0:
-                _keep_corrections(p, w, token, head, v0, m)
+            if p.draft_d != 0 and w.draft != NOWHERE:
+                _keep_corrections(p, w, head, v0, m)
 
     @jit_as("run_head", many)
     def run_head(p, w, read, write, head, token, m):
@@ -244,9 +246,9 @@ def head_runner(many: bool) -> Function:
 
 
 @jit
-def _keep_keys(p, w, token, head, m):
+def _keep_keys(p, w, head, m):
     """Verify's normalised keys and log decays; each key head's first value head keeps its key."""
-    n = round_up(p.K, LANES)
+    n, token = round_up(p.K, LANES), w.draft
     ratio = p.HV // p.HK
     rows = w.kq_raw if p.decay == KEY_DECAY else w.kq
     for t in range(m):
@@ -273,8 +275,8 @@ def _tasks(many: bool) -> Function:
         if p.decay == KEY_DECAY:
             load_key_gates(p, w, g_at, head, m)
         token = batch * p.T + start
-        if p.draft_d != 0:
-            _keep_keys(p, w, token, head, m)
+        if p.draft_d != 0 and w.draft != NOWHERE:
+            _keep_keys(p, w, head, m)
         load_values(p, w, batch, start, head, m)
         make_operands(p, w, w.alpha, m, write != NOWHERE and not is_one_token(p, w, m))
         run_head(p, w, read, write, head, token, m)
@@ -288,6 +290,10 @@ def _tasks(many: bool) -> Function:
         shared = share_keys(p)
         if p.draft_d != 0:
             write = NOWHERE
+            w.draft = batch * p.T + start
+            if p.buffered:
+                row = draft_row(p, seq)
+                w.draft = NOWHERE if row == NOWHERE else row * p.draft_tokens
         for head in range(first, first + p.heads_per_task):
             if p.cu != 0 and seq == p.N - 1:
                 zero_outputs(p, w, 0, start + m, p.T - start - m, head)
@@ -324,5 +330,8 @@ KERNEL, KERNEL_ONE = _kernel("decode", True), _kernel("decode_one", False)
 
 def bind(spec: DeltaSpec) -> Launch:
     """A launch of ``decode``, or of ``verify``, which keeps a draft instead of the state."""
+    if spec.states > 0:
+        return importlib.import_module("sluice.backends.cpu.states").bind(spec)
     kernel = KERNEL_ONE if has_one_token(spec) else KERNEL
-    return with_zeros(bind_kernel(kernel, spec, share_heads(spec), values.delta), spec, "out")
+    check = values.verify if isinstance(spec, VerifySpec) else values.delta
+    return with_zeros(bind_kernel(kernel, spec, share_heads(spec), check), spec, "out")

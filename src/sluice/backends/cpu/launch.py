@@ -18,7 +18,14 @@ from sluice.backends import Launch
 from sluice.backends.cpu import threads
 from sluice.backends.cpu.block import Block, Fields
 from sluice.backends.cpu.kernel import Kernel
-from sluice.backends.cpu.params import PARAMS, constants, describe, is_readable, sources_of
+from sluice.backends.cpu.params import (
+    PARAMS,
+    constants,
+    describe,
+    is_readable,
+    one_layer,
+    sources_of,
+)
 from sluice.backends.cpu.screen import plain
 from sluice.backends.cpu.threads import ASK_PYTHON, SUSPICIOUS, run_tasks
 from sluice.contract.meta import Meta
@@ -52,7 +59,7 @@ def bind(kernel: Kernel, spec: Any, share: Share, check: Check) -> Launch:
         if not is_readable(field, meta):
             copied[index] = meta
             meta = meta.new_empty(*meta.shape)
-        values |= describe(field, meta)
+        values |= describe(field, one_layer(spec, name, meta))
         sources[field] = index
 
     def ask(tensors: Sequence[Tensor | None]) -> None:

@@ -22,7 +22,8 @@ A thread has one record of pointers into its scratch memory, `w`:
     block       [BLOCK_V, K]          a block of the state as it is stored
     tile        the state, or a block of it
 
-A state has one reader, the query head of its value head, or several query heads that share it.
+`w.draft` is the token of the draft at which a sequence's begin, NOWHERE if none is kept. A state
+has one reader, the query head of its value head, or several query heads that share it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ NO_DECAY, HEAD_DECAY, KEY_DECAY = 0, 1, 2
 
 work = struct_view(
     "work",
-    "end readers ld_v delta",
+    "end readers ld_v delta draft",
     pointers="kq kq_raw k_out decay_all decay_in kk qk kkg qkg g alpha beta decay_k v o us d block"
     " tile",
 )

@@ -16,10 +16,10 @@ from sluice.backends.cpu.block import Fields
 from sluice.backends.cpu.llvm import BF16, F16, F32, F64
 from sluice.backends.cpu.one_token import serves
 from sluice.backends.cpu.operands import HEAD_DECAY, KEY_DECAY, NO_DECAY
+from sluice.contract.draft_spec import CommitSpec, VerifySpec
 from sluice.contract.meta import Meta
 from sluice.contract.spec import (
     MAX_DECODE_TOKENS,
-    CommitSpec,
     ConvQkvSpec,
     ConvSpec,
     DeltaSpec,
@@ -52,6 +52,7 @@ TENSORS = {
     "slots": "wide",
     "write": "wide",
     "has_state": "",
+    "window": "wide",
     "cu": "wide",
     "cu_host": "wide",
     "checkpoints": "wide",
@@ -61,6 +62,7 @@ TENSORS = {
     "draft_k": "",
     "draft_d": "",
     "draft_g": "",
+    "draft_slots": "wide",
     # convolution: tokens [B, T, D], taps [D, W], windows [P, D, L]
     "x": "b t d",
     "y": "b t d",
@@ -83,6 +85,9 @@ PARAMS = Fields(
     " heads_per_task one_token far unit_t"
     # pool and checkpoints
     " P pad owned columns every"
+    # write slots of a sequence where each token has one; drafts in buffers: their rows and tokens,
+    # and for a commit of many layers what lies between two of them
+    " states buffered S draft_tokens layers state_layer conv_layer x_layer"
     # what screen.py looks at: tokens per sequence at most, gates per token, which gates
     " most_tokens g_count beta_count makes_gates"
     # step: z and a inside of qkvz and ba, and the distance from key head to key head
@@ -94,6 +99,7 @@ RENAMED = {
     "A_log": "A",
     "dt_bias": "dt",
     "write_slots": "write",
+    "window_start": "window",
     "cu_seqlens": "cu",
     "cu_seqlens_cpu": "cu_host",
     "checkpoint_slots": "checkpoints",
@@ -114,7 +120,7 @@ RENAMED_IN: Mapping[str, Mapping[str, str]] = {
     "rms_norm_gated": {"x": "q", "weight": "norm"},
     "step": {"b": "beta", "a": "g", "out": "y"},
 }
-UNREAD = {"verify": ("conv_inputs", "conv_state")}
+UNREAD = {"verify": ("conv_inputs", "conv_state", "draft_x")}
 """Tensors that a kernel has no use for."""
 
 
@@ -142,6 +148,12 @@ def describe(field: str, meta: Meta) -> dict[str, int]:
             value = strides[part]
         found[f"{field}_{part}"] = value
     return found
+
+
+def one_layer(spec: Any, name: str, meta: Meta) -> Meta:
+    """A tensor of a commit of many layers as one of them has it."""
+    stacked = getattr(spec, "stacked", False) and name in ("state", "conv_state", "conv_inputs")
+    return meta.squeeze(0) if stacked else meta
 
 
 def is_readable(field: str, meta: Meta) -> bool:
@@ -192,11 +204,23 @@ def _delta(spec: DeltaSpec) -> dict[str, Any]:
         "g_count": spec.HV,
         "beta_count": spec.HV,
         "scale": spec.q_scale,
+        "states": spec.states,
+        **(_buffers(spec) if isinstance(spec, VerifySpec) else {}),
     }
+
+
+def _buffers(spec: VerifySpec) -> dict[str, Any]:
+    if not spec.buffered:
+        return {}
+    assert spec.draft_k is not None
+    S, M = spec.draft_k.shape[:2]
+    return {"buffered": 1, "S": S, "draft_tokens": M}
 
 
 def _commit(spec: CommitSpec) -> dict[str, Any]:
     found = {
+        "layers": spec.layers,
+        **_layers(spec),
         **_sizes(spec, "T N HK HV K V D L"),
         **_pool(spec),
         **_state(spec),
@@ -205,6 +229,14 @@ def _commit(spec: CommitSpec) -> dict[str, Any]:
     if spec.conv_inputs is not None:
         found["io"] = CODES[spec.conv_inputs.dtype]
     return found
+
+
+def _layers(spec: CommitSpec) -> dict[str, Any]:
+    if not spec.stacked:
+        return {}
+    pools = {"state": spec.state, "conv": spec.conv_state, "x": spec.conv_inputs}
+    steps = {f"{name}_layer": x.strides[0] for name, x in pools.items() if x is not None}
+    return {"buffered": 1, "S": spec.S, "draft_tokens": spec.T, **steps}
 
 
 def _conv(spec: ConvSpec | ConvQkvSpec) -> dict[str, Any]:

@@ -102,12 +102,49 @@ def _slots_of(p, i):
 
 
 @jit
+def _tokens(p, i):
+    """Tokens of a sequence."""
+    if p.cu == 0:
+        return p.T
+    return read_index(p.cu, p.cu_wide, i + 1) - read_index(p.cu, p.cu_wide, i)
+
+
+@jit
+def _state_used(p, i, t, slot):
+    """Whether another state of the call goes to this slot, or another row reads it."""
+    for j in range(p.N):
+        if j != i and (j if p.slots == 0 else read_index(p.slots, p.slots_wide, j)) == slot:
+            return True
+        for s in range(_tokens(p, j)):
+            if (j != i or s != t) and read_index(p.write, p.write_wide, j * p.states + s) == slot:
+                return True
+    return False
+
+
+@jit
+def _states_fit(p):
+    """The same where each token has a write slot."""
+    for i in range(p.N):
+        if p.slots != 0 and read_index(p.slots, p.slots_wide, i) >= p.P:
+            return False
+        if _tokens(p, i) > p.states:
+            return False
+        for t in range(_tokens(p, i)):
+            slot = read_index(p.write, p.write_wide, i * p.states + t)
+            if slot >= p.P or slot > p.pad and _state_used(p, i, t, slot):  # noqa: RUF021
+                return False
+    return True
+
+
+@jit
 def _slots_fit(p):
     """Slots lie in the pool, and none that is written is used by another row."""
     if p.P == 0 or p.slots == 0 and p.write == 0:  # noqa: RUF021
         return True
-    if p.N > MOST_ROWS:
+    if p.N * max(p.states, 1) > MOST_ROWS:
         return False
+    if p.states > 0:
+        return _states_fit(p)
     for i in range(p.N):
         read, write = _slots_of(p, i)
         if read >= p.P or write >= p.P:
@@ -136,6 +173,39 @@ def _accepted_fit(p):
 
 
 @jit
+def _windows_fit(p):
+    """Windows that start at a column lie in the state, before and after the call."""
+    if p.window == 0:
+        return True
+    for i in range(p.N):
+        start = read_index(p.window, p.window_wide, i)
+        if start < 0 or start > p.L - p.W + 1:
+            return False
+        if not p.freeze and p.W - 2 + _tokens(p, i) > p.L:
+            return False
+    return True
+
+
+@jit
+def _drafts_fit(p):
+    """Rows of draft buffers exist, have room, and belong to one sequence each."""
+    if not p.buffered:
+        return True
+    if p.N > MOST_ROWS:
+        return False
+    for i in range(p.N):
+        row = i if p.draft_slots == 0 else read_index(p.draft_slots, p.draft_slots_wide, i)
+        if row >= p.S or p.accepted == 0 and _tokens(p, i) > p.draft_tokens:  # noqa: RUF021
+            return False
+        if p.draft_slots != 0 and row > p.pad:
+            for j in range(i):
+                if read_index(p.draft_slots, p.draft_slots_wide, j) == row:
+                    return False
+    return True
+
+
+@jit
 def plain(p):
     """Whether all values keep the contract in the plain way."""
-    return _bounds_fit(p) and _slots_fit(p) and _accepted_fit(p) and _all_finite(p)
+    fit = _bounds_fit(p) and _slots_fit(p) and _accepted_fit(p)
+    return fit and _windows_fit(p) and _drafts_fit(p) and _all_finite(p)

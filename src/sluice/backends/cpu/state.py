@@ -81,9 +81,15 @@ def pass_through(p, w, read, write, head):
     """A sequence without tokens: its state goes to its write slot as it is."""
     if write == NOWHERE or write == read:  # noqa: SIM109
         return
+    copy_head(p, w, head_at(p, read, head), head_at(p, write, head), read == NOWHERE)
+
+
+@jit
+def copy_head(p, w, source, target, fresh):
+    """A head's state from one element of the pool to another; zeros if fresh."""
     for v0 in range(0, p.V, BLOCK_V):
-        load_block(p, w.tile, head_at(p, read, head), v0, read == NOWHERE)
-        store_block(p, w.tile, head_at(p, write, head), v0)
+        load_block(p, w.tile, source, v0, fresh)
+        store_block(p, w.tile, target, v0)
 
 
 @jit

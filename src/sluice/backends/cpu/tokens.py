@@ -61,7 +61,7 @@ def prefetch_token(p, batch, token, head, keys):
         prefetch_row(p.q, p.io, batch * p.q_b + token * p.q_t + head_q * p.q_h, p.K)
     prefetch_row(p.v, p.io, batch * p.v_b + token * p.v_t + head * p.v_h, p.V)
     prefetch_row(p.o, p.io, batch * p.o_b + token * p.o_t + head * p.o_h, p.V)
-    if p.draft_d != 0:
+    if p.draft_d != 0 and p.buffered == 0:
         prefetch_row(p.draft_d, F32, ((batch * p.T + token) * p.HV + head) * p.V, p.V)
 
 

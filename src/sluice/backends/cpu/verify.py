@@ -7,9 +7,13 @@ conv windows on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from sluice.backends import Launch
 from sluice.backends.cpu import decode
-from sluice.backends.cpu.addressing import NOWHERE, span, state_rows
+from sluice.backends.cpu.addressing import NOWHERE, draft_row, span, state_rows
 from sluice.backends.cpu.conv import CHANNELS, blocks_of, roll_task
 from sluice.backends.cpu.conv_lines import front_lines, make_lines
 from sluice.backends.cpu.delta import BLOCK_V, fold_kv, fold_vk
@@ -32,16 +36,17 @@ from sluice.backends.cpu.scratch_rows import fill, load_row, read_index, round_u
 from sluice.backends.cpu.simd import get, load, pointer, put, store
 from sluice.backends.cpu.state import (
     block_floats,
+    copy_head,
     head_at,
     is_direct,
     load_block,
-    pass_through,
     store_block,
 )
 from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.vmath import vexp
+from sluice.backends.reference.verify import keep_rows
 from sluice.contract import values
-from sluice.contract.spec import CommitSpec, DeltaSpec
+from sluice.contract.draft_spec import CommitSpec, VerifySpec
 
 VK1, VK2, VK4, VK8 = (fold_vk(M, True) for M in (1, 2, 4, 8))
 KV1, KV2, KV4, KV8 = (fold_kv(M, 2, True) for M in (1, 2, 4, 8))
@@ -91,42 +96,53 @@ def _load_corrections(p, w, token, head, v0, m):
 
 
 @jit
-def _fold(p, w, s, to, ld, soon, m):
+def fold(p, w, s, ld, to, ld_to, soon, m):
+    """(B3) for m tokens whose k_out, decay_all and d are there, from `s` to `to`."""
     n = round_up(p.K, LANES)
     if p.kv:
         if m == 1:
-            KV1(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV1(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, p.K, BLOCK_V, soon)
         elif m == 2:
-            KV2(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV2(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, p.K, BLOCK_V, soon)
         elif m <= 4:
-            KV4(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV4(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, p.K, BLOCK_V, soon)
         else:
-            KV8(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, p.K, BLOCK_V, soon)
+            KV8(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, p.K, BLOCK_V, soon)
     elif m == 1:
-        VK1(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK1(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, n, BLOCK_V, soon)
     elif m == 2:
-        VK2(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK2(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, n, BLOCK_V, soon)
     elif m <= 4:
-        VK4(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK4(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, n, BLOCK_V, soon)
     else:
-        VK8(w.k_out, n, w.decay_all, w.d, s, ld, to, ld, n, BLOCK_V, soon)
+        VK8(w.k_out, n, w.decay_all, w.d, s, ld, to, ld_to, n, BLOCK_V, soon)
 
 
 @jit
-def task(p, w, seq, head):
+def draft_token(p, layer, seq):
+    """The draft's token at which a sequence's begin, NOWHERE if there is none."""
+    if p.buffered:
+        row = draft_row(p, seq)
+        return NOWHERE if row == NOWHERE else (layer * p.S + row) * p.draft_tokens
+    batch, start, _ = span(p, seq)
+    return batch * p.T + start
+
+
+@jit
+def task(p, w, layer, seq, head):
     """The accepted tokens of one value head of one sequence."""
     padding, read, write = state_rows(p, seq)
-    if padding or write == NOWHERE:
+    token = draft_token(p, layer, seq)
+    if padding or write == NOWHERE or token == NOWHERE:
         return
-    batch, start, _ = span(p, seq)
-    m = read_index(p.accepted, p.accepted_wide, seq)
+    m, base = read_index(p.accepted, p.accepted_wide, seq), layer * p.state_layer
+    source, target = base + head_at(p, read, head), base + head_at(p, write, head)
     if m == 0:
-        pass_through(p, w, read, write, head)
+        if read != write:
+            copy_head(p, w, source, target, read == NOWHERE)
         return
     K, V, n = p.K, p.V, round_up(p.K, LANES)
-    token = batch * p.T + start
     _load_factors(p, w, token, head, m)
-    source, target = head_at(p, read, head), head_at(p, write, head)
     direct = is_direct(p) and read != NOWHERE
     memory = pointer(p.state, F32)
     for v0 in range(0, V, BLOCK_V):
@@ -135,10 +151,11 @@ def task(p, w, seq, head):
         if direct:
             step = v0 if p.kv else v0 * K
             s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
-            _fold(p, w, s, to, ld, soon, m)
+            fold(p, w, s, ld, to, ld, soon, m)
         else:
             load_block(p, w.tile, source, v0, read == NOWHERE)
-            _fold(p, w, w.tile, w.tile, BLOCK_V if p.kv else n, soon, m)
+            ld = BLOCK_V if p.kv else n
+            fold(p, w, w.tile, ld, w.tile, ld, soon, m)
             store_block(p, w.tile, target, v0)
 
 
@@ -146,12 +163,17 @@ def commit_kernel(block):
     p = view(block)
     w, memory = make_work(p, 1, 1, block_floats(p))
     c, more = make_lines(CHANNELS if p.conv != 0 else LANES, front_lines(p), 1)
-    heads, blocks = p.N * p.HV, (p.D + CHANNELS - 1) // CHANNELS
-    for i in tasks_of(p):
+    blocks = (p.D + CHANNELS - 1) // CHANNELS
+    heads, each = p.N * p.HV, p.N * (p.HV + blocks)
+    for number in tasks_of(p):
+        layer, i = number // each, number % each
         if i < heads:
-            task(p, w, i // p.HV, i % p.HV)
+            task(p, w, layer, i // p.HV, i % p.HV)
         else:
-            roll_task(p, c, (i - heads) // blocks, (i - heads) % blocks * CHANNELS)
+            seq = (i - heads) // blocks
+            token = draft_token(p, layer, seq)
+            if token != NOWHERE:
+                roll_task(p, c, layer, token, seq, (i - heads) % blocks * CHANNELS)
     release(more)
     release(memory)
 
@@ -159,9 +181,23 @@ def commit_kernel(block):
 KERNEL = Kernel("commit", commit_kernel)
 
 
-def bind(spec: DeltaSpec | CommitSpec) -> Launch:
+def bind(spec: VerifySpec | CommitSpec) -> Launch:
     """A launch of ``verify`` or ``commit``."""
-    if isinstance(spec, DeltaSpec):
-        return decode.bind(spec)
-    tasks = spec.N * (spec.HV + blocks_of(spec.D))
+    if isinstance(spec, VerifySpec):
+        return _verify(spec)
+    tasks = spec.layers * spec.N * (spec.HV + blocks_of(spec.D))
     return bind_kernel(KERNEL, spec, lambda threads: {"tasks": tasks}, values.commit)
+
+
+def _verify(spec: VerifySpec) -> Launch:
+    """Decode's kernel; raw inputs of the convolution are copied to their buffer beside it."""
+    launch = decode.bind(spec)
+    if spec.draft_x is None:
+        return launch
+
+    def both(tensors: Sequence[Tensor | None]) -> None:
+        launch(tensors)
+        t = spec.views(tensors)
+        keep_rows(spec, t, t.draft_x, t.conv_inputs)
+
+    return both

@@ -106,7 +106,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
 
 
 class Parts(NamedTuple):
-    """What the parallel half leaves for the serial one: workspace over B * T tokens."""
+    """What the parallel half leaves for the serial one: workspace over ``rows`` tokens."""
 
     ag: Pointer  # [.., HV, C]: Ag
     beta32: Pointer  # [HV, ..] float32: beta
@@ -115,9 +115,26 @@ class Parts(NamedTuple):
     hard: Pointer  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
 
 
+def has_tails(p: DeltaSpec) -> bool:
+    """Whether a checkpoint may lie inside a chunk."""
+    return p.checkpoint_slots is not None and (
+        p.checkpoint_positions is not None or p.checkpoint_every % CHUNK != 0
+    )
+
+
+def tails(p: DeltaSpec) -> int:
+    """How many checkpoints may have a tail."""
+    return p.N * p.checkpoint_slots.shape[1] if has_tails(p) else 0
+
+
+def rows(p: DeltaSpec) -> int:
+    """Tokens of the workspace: the call's, then a chunk per tail."""
+    return p.B * p.T + CHUNK * tails(p)
+
+
 def workspace(p: DeltaSpec, memory: Binding) -> Parts:
     """Lay out what the parallel half writes."""
-    tokens = p.B * p.T
+    tokens = rows(p)
     return Parts(
         ag=memory.scratch("ws.ag", tokens, p.HV, CHUNK, dtype=p.dtype),
         beta32=memory.scratch("ws.beta32", p.HV, tokens),
@@ -129,10 +146,12 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
 
 def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
-    heads = key_heads(p.HK, p.HV)
+    heads, units = key_heads(p.HK, p.HV), portable.units_of(p, CHUNK, tail=True)
+    with_tails = has_tails(p)
+    saves = portable.checkpoints(p, memory)
     return _call(
         CHUNKS,
-        portable.units_of(p, CHUNK, tail=True) * (p.HK // heads),
+        (units + tails(p)) * (p.HK // heads),
         maxnreg=CHUNK_REGISTERS,
         k_desc=_tiles(p, "k", p.K),
         g_ptr=memory["g"],
@@ -146,18 +165,23 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         hard_ptr=parts.hard,
         o_ptr=memory["out"],
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        checkpoint_positions_ptr=saves["checkpoint_positions_ptr"] if with_tails else None,
         beta_scale=p.beta_scale,
         N=p.N,
         T=p.T,
+        M=saves["M"] if with_tails else None,
+        every=saves["every"] if with_tails else None,
+        units=units if with_tails else None,
         **memory.strides("g", "bth"),
         **memory.strides("beta", "bth"),
         stride_o_t=p.out.strides[1],
-        stride_gates_h=p.B * p.T,
+        stride_gates_h=rows(p),
         HK=p.HK,
         HV=p.HV,
         K=p.K,
         V=p.V,
         RAW_BETA=p.raw_gates,
+        TAILS=with_tails,
     )
 
 
@@ -172,6 +196,12 @@ def _states_call(
 ) -> KernelCall:
     """The serial half: outputs and final states, or what each segment does to any state."""
     segment = plan.segment or WHOLE
+    saves = dict.fromkeys(("checkpoint_slots_ptr", "checkpoint_positions_ptr", "M", "every"))
+    if output and p.checkpoint_slots is not None:
+        saves = portable.checkpoints(p, memory)
+    waiting = None
+    if output and tails(p) and p.state_dtype != torch.float32:
+        waiting = memory.scratch("ws.waiting", tails(p), p.HV, p.V, p.K)
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
     return _call(
         STATE,
@@ -182,7 +212,7 @@ def _states_call(
         ag_desc=Tiles(
             parts.ag.source,
             p.dtype,
-            (p.B * p.T, p.HV * CHUNK),
+            (rows(p), p.HV * CHUNK),
             (p.HV * CHUNK, 1),
             (CHUNK, CHUNK),
         ),
@@ -196,20 +226,23 @@ def _states_call(
         **portable.pool(p, memory),
         write_slots_ptr=memory.dense("write_slots"),
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        **saves,
+        waiting_ptr=waiting,
         scale=p.q_scale,
         N=p.N,
         T=p.T,
         segment_size=segment,
         stride_o_t=p.out.strides[1],
-        stride_gates_h=p.B * p.T,
-        HQ=p.HQ,
-        HK=p.HK,
+        stride_gates_h=rows(p),
         HV=p.HV,
+        R_Q=p.HV // p.HQ,
+        R_K=p.HV // p.HK,
         K=p.K,
         V=p.V,
         BLOCK_V=plan.BLOCK_V,
         STAGES=STAGES,
         OUTPUT=output,
+        TAILS=output and has_tails(p),
     )
 
 

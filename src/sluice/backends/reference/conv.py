@@ -32,6 +32,8 @@ def convolved(p: ConvSpec | ConvQkvSpec, t: Any) -> Tensor:
         window = x.new_zeros(p.N, p.D, p.W - 1)
     else:
         window = rows.read_rows(t.state, p, t, dtype)
+        if t.window_start is not None:
+            window = _from_column(window, t.window_start, p.W - 1)
     dead = rows.padded(p, t).view(-1, 1, 1)
 
     if not p.varlen:
@@ -70,11 +72,22 @@ def rolled(window: Tensor, x: Tensor, count: Tensor | int) -> Tensor:
     return inputs.gather(-1, index.expand(*window.shape[:2], L))
 
 
+def _from_column(state: Tensor, start: Tensor, width: int) -> Tensor:
+    """Each row's window of ``width`` columns. A start outside of the state is moved inside."""
+    start = start.long().clamp(0, state.shape[-1] - width)
+    index = start.view(-1, 1, 1) + torch.arange(width, device=state.device)
+    return state.gather(-1, index.expand(*state.shape[:2], width))
+
+
 def _store(p: ConvSpec | ConvQkvSpec, t: Any, window: Tensor, x: Tensor, first: int = 0) -> None:
     """Write the windows of sequences ``first`` and on: after the last token, and at checkpoints."""
     if t.state is None or p.freeze:
         return
     T, pick = x.shape[-1], slice(first, first + x.shape[0])
+    if t.window_start is not None:  # (C12): left-aligned, and the columns behind stay
+        kept = torch.cat([window, x], dim=-1)[..., min(T, 1) :]
+        rows.write_rows(t.state[..., : kept.shape[-1]], p, t, kept, first)
+        return
     if t.checkpoint_slots is not None:
         slots = t.checkpoint_slots[pick]
         live = (slots > p.pad_slot) & ~rows.padded(p, t)[pick].unsqueeze(1)

@@ -56,12 +56,15 @@ def read_rows(pool: Tensor, p: Any, t: Any, dtype: torch.dtype) -> Tensor:
     return torch.where(_per_row(fresh, values), values.new_zeros(()), values)
 
 
-def write_rows(pool: Tensor, p: Any, t: Any, values: Tensor, first: int = 0) -> None:
-    """Write rows ``first`` and on to their write slots, skipping padding."""
+def write_rows(
+    pool: Tensor, p: Any, t: Any, values: Tensor, first: int = 0, kept: Tensor | None = None
+) -> None:
+    """Write rows ``first`` and on to their write slots, skipping padding and rows not ``kept``."""
     rows = slice(first, first + values.shape[0])
     own = torch.arange(p.N, device=pool.device) if t.slots is None else t.slots
     index = (own if t.write_slots is None else t.write_slots)[rows]
     live = ~padded(p, t)[rows]
+    live = live if kept is None else live & kept[rows]
     if p.pooled:
         live = live & (index > p.pad_slot)
     scatter(pool, index, live, values)

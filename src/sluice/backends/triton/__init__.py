@@ -43,6 +43,7 @@ def bind(spec: Spec) -> Launch:
 
 
 _looked_at: dict[tuple[Any, Spec], Any] = {}
+_NOT_SHIPPED = "these kernels are not among the shipped ones"
 
 
 def launches(module: Any, spec: Spec) -> Any:
@@ -55,9 +56,14 @@ def not_ready(package: str, spec: Spec, unable: Callable[[], str | None]) -> str
     if shipped.installed() is None:
         return None  # ``unavailable`` has asked Triton
     module = module_of(package, importlib.import_module(package).OPS, spec.op)
-    made = module.launches(spec)
+    try:
+        made = module.launches(spec)
+    except ImportError:  # not even the parameters of these kernels are known without Triton
+        if (reason := unable()) is None:
+            raise
+        return f"{_NOT_SHIPPED}, and {reason}"
     if "compiled" in made.codes() and (reason := unable()) is not None:
-        return f"these kernels are not among the shipped ones, and {reason}"
+        return f"{_NOT_SHIPPED}, and {reason}"
     _looked_at.clear()
     _looked_at[module, spec] = made
     return None

@@ -116,6 +116,11 @@ class Binding:
         return Pointer(name, dtype)
 
 
+def inverse(d: int) -> int:
+    """What kernels multiply by instead of dividing by ``d`` (``divide`` in kernels/math.py)."""
+    return min(2**31 // max(d, 1), 2**31 - 1)
+
+
 def kernel_call(
     kernel: Kernel, programs: int, config: Config, device: torch.device, **arguments: Any
 ) -> KernelCall:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.arguments import Binding, Kernel, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
 from sluice.backends.triton.launch import Launches
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
 
 CONV = Kernel("sluice.backends.triton.kernels.conv", "conv_kernel")
 CONV_ONE = Kernel("sluice.backends.triton.kernels.conv", "conv_one_kernel")
 NOT_OF_ONE = ("cu_seqlens_ptr", "checkpoint_slots_ptr", "checkpoint_positions_ptr", "T", "M")
-NOT_OF_ONE += ("every", "stride_x_t", "stride_y_t", "BLOCK_L")
+NOT_OF_ONE += ("window_start_ptr", "every", "stride_x_t", "stride_y_t", "BLOCK_L")
 """Arguments that a single token per sequence does not need."""
 
 
@@ -41,6 +41,7 @@ def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
         "cu_seqlens_ptr": memory.dense("cu_seqlens"),
         "checkpoint_slots_ptr": memory.dense("checkpoint_slots"),
         "checkpoint_positions_ptr": memory.dense("checkpoint_positions"),
+        "window_start_ptr": memory.dense("window_start"),
         "N": p.N,
         "T": p.T,
         "M": 0 if p.checkpoint_slots is None else p.checkpoint_slots.shape[1],
@@ -62,19 +63,32 @@ def launches(spec: ConvSpec) -> Launches:
     memory, p = Binding(spec), spec
     common = {**shared(p, memory), "y_ptr": memory["out"], **memory.strides("out", "btd", "y")}
     common["D"] = p.D
-    if p.T == 1 and not p.varlen and p.L > 0 and p.state is not None and p.checkpoints == "none":
+    one = p.T == 1 and not p.varlen and p.L > 0 and p.state is not None
+    if one and p.checkpoints == "none" and p.window_start is None:
         config = configs.conv(p.D, 1)
         given = {name: x for name, x in common.items() if name not in NOT_OF_ONE}
-        programs = p.N * configs.blocks(p.D, config.BLOCK_D)
-        call = kernel_call(CONV_ONE, programs, config, p.device, **given, BLOCK_D=config.BLOCK_D)
+        columns = configs.blocks(p.D, config.BLOCK_D)
+        call = kernel_call(
+            CONV_ONE,
+            p.N * columns,
+            config,
+            p.device,
+            **given,
+            columns=columns,
+            inverse_columns=inverse(columns),
+            BLOCK_D=config.BLOCK_D,
+        )
         return Launches(spec, memory, [call])
     config = configs.conv(p.D, max(2, average(p)))
+    columns = configs.blocks(p.D, config.BLOCK_D)
     call = kernel_call(
         CONV,
-        units(p, config.UNIT_T) * configs.blocks(p.D, config.BLOCK_D),
+        units(p, config.UNIT_T) * columns,
         config,
         p.device,
         **common,
+        columns=columns,
+        inverse_columns=inverse(columns),
         UNIT_T=config.UNIT_T,
         STAGES=config.num_stages,
         BLOCK_T=config.BLOCK_T,

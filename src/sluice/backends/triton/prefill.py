@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from sluice.backends.triton import configs, gpu
-from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, kernel_call
+from sluice.backends.triton.arguments import (
+    Binding,
+    Kernel,
+    KernelCall,
+    Pointer,
+    inverse,
+    kernel_call,
+)
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
 from sluice.contract.chunk_length import CHUNK
@@ -418,6 +425,7 @@ def join_call(p: DeltaSpec, memory: Binding, segments: Pointer, segment: int) ->
         T=p.T,
         segment_size=segment,
         HV=p.HV,
+        inverse_HV=inverse(p.HV),
         K=p.K,
         V=p.V,
         BLOCK_K=max(16, configs.power_of_two(p.K)),

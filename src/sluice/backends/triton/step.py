@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.arguments import Binding, Kernel, Pointer, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, Pointer, inverse, kernel_call
 from sluice.backends.triton.arrivals import arrivals_of
 from sluice.backends.triton.launch import COUNTERS, Launches
 from sluice.contract.spec import StepSpec
@@ -89,6 +89,9 @@ def launches(spec: StepSpec) -> Launches:
         T=p.T,
         HK=p.HK,
         HV=p.HV,
+        readers=p.HV // p.HK,
+        inverse_HV=inverse(p.HV),
+        inverse_readers=inverse(p.HV // p.HK),
         K=p.K,
         V=p.V,
         L=p.L,

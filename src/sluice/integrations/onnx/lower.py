@@ -279,6 +279,8 @@ def _refuse(op: str, t: Any, o: Any, backend: str | None) -> None:
             refuse(name, "a state has one row a sequence, there is no pool")
     if getattr(t, "checkpoint_slots", None) is not None:
         refuse("checkpoints", "its operators give the last state only")
+    if getattr(t, "window_start", None) is not None:
+        refuse("window_start", "its operators roll the whole window")
     if getattr(o, "batch_invariant", False):
         refuse("batch_invariant", "no runtime promises the bits of a row", True)
     if t[0].dtype == torch.float64:

@@ -16,7 +16,7 @@ Where keys nearly repeat, errors of Ag add up over tokens (docs/numerics.md). Su
 64 tokens counts as hard too, so that the serial half has one way for both.
 """
 
-# ruff: noqa: RUF005 (Triton has no tuple unpacking)
+# ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
 
 from __future__ import annotations
 
@@ -44,14 +44,23 @@ from sluice.backends.hopper.kernels.chunks_inverse import (
 from sluice.backends.hopper.kernels.constants import NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, barrier
 from sluice.backends.hopper.kernels.layouts import accumulator, along, axis_layout
-from sluice.backends.hopper.kernels.work_units import unit_span
+from sluice.backends.hopper.kernels.work_units import tail_span, unit_span
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 key_heads = gluon.constexpr_function(sizes.key_heads)
 
 
 @gluon.jit(
-    do_not_specialize=["N", "T", "stride_g_b", "stride_beta_b", "stride_gates_h"],
+    do_not_specialize=[
+        "N",
+        "T",
+        "M",
+        "every",
+        "units",
+        "stride_g_b",
+        "stride_beta_b",
+        "stride_gates_h",
+    ],
     do_not_specialize_on_alignment=[*INDICES, *GATES],
 )
 def hopper_chunks_kernel(
@@ -67,9 +76,13 @@ def hopper_chunks_kernel(
     hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
     o_ptr,  # [B * T, HV * V]: zeros for tokens after the last sequence
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    checkpoint_positions_ptr,  # [N, M]; None without tails, or after every ``every`` tokens
     beta_scale,
     N,
     T,
+    M,
+    every,
+    units,  # of chunks; tails of checkpoints come after them
     stride_g_b,
     stride_g_t,
     stride_g_h,
@@ -83,6 +96,7 @@ def hopper_chunks_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     RAW_BETA: gl.constexpr,
+    TAILS: gl.constexpr,  # whether a checkpoint may lie inside a chunk
 ):
     R: gl.constexpr = HV // HK
     KH: gl.constexpr = key_heads(HK, HV)
@@ -101,8 +115,16 @@ def hopper_chunks_kernel(
     pid = gl.program_id(0)
     group = pid % (HK // KH)
     unit = pid // (HK // KH)
+    if TAILS:
+        tail = gl.maximum(unit - units, 0)
+        unit = gl.minimum(unit, units - 1)
     seq, start, chunk, end = unit_span(unit, cu_seqlens_ptr, N, T, C)
     row = start + chunk * C
+    made = row  # where what is made of the chunk goes
+    if TAILS:
+        if pid // (HK // KH) >= units:
+            seq, row, end = tail_span(tail, cu_seqlens_ptr, checkpoint_positions_ptr, every, T, M)
+            made = stride_gates_h - N * M * C + tail * C
     count = gl.minimum(end - row, C)
     if (count > 0) & (seq >= N):  # tokens after the last sequence
         at = o_ptr + row.to(gl.int64) * stride_o_t + group * (KH * R * V)
@@ -125,7 +147,7 @@ def hopper_chunks_kernel(
         if cu_seqlens_ptr is None:
             batch = seq
             t = row - seq * T
-        tokens = row.to(gl.int64)
+        tokens = made.to(gl.int64)
         beta_ptr += batch.to(gl.int64) * stride_beta_b + t.to(gl.int64) * stride_beta_t
         if DECAY:
             g_ptr += batch.to(gl.int64) * stride_g_b + t.to(gl.int64) * stride_g_t
@@ -152,7 +174,7 @@ def hopper_chunks_kernel(
         if NORMALIZE_QK:
             r_k_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
             for kh in gl.static_range(KH):
-                at = (group * KH + kh).to(gl.int64) * stride_gates_h + row
+                at = (group * KH + kh).to(gl.int64) * stride_gates_h + made
                 store_inverse_lengths(k_smem.index(kh), count, r_k_ptr + at, r_k_smem.index(kh))
         kks = ()
         for kh in gl.static_range(KH):
@@ -168,7 +190,7 @@ def hopper_chunks_kernel(
         store_kk(k_smem, kks, KH)
         hard = keys_repeat(kks, NORMALIZE_QK) | (count < C)
         key_head = group * KH + gl.arange(0, KH, hard.type.layout)
-        mark_ptr = hard_ptr + key_head.to(gl.int64) * stride_gates_h + row
+        mark_ptr = hard_ptr + key_head.to(gl.int64) * stride_gates_h + made
         gl.store(mark_ptr, hard.to(gl.int8))
         any_hard = gl.max(hard.to(gl.int32), axis=0) != 0
 
@@ -179,7 +201,7 @@ def hopper_chunks_kernel(
                 barrier()
                 load_gates(gates, g2_smem, beta_smem, head, heads, count, R, KH)
                 barrier()
-            at = head.to(gl.int64) * stride_gates_h + row
+            at = head.to(gl.int64) * stride_gates_h + made
             store_gates(beta32_ptr + at, beta_smem, count, heads, stride_gates_h, R, KH)
             if DECAY:
                 store_gates(g2_ptr + at, g2_smem, count, heads, stride_gates_h, R, KH)

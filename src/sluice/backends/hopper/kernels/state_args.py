@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from sluice.backends.hopper.kernels.gluon_api import aggregate
+from sluice.backends.hopper.kernels.state_checkpoints import Checkpoints
 
 
 @aggregate
@@ -85,6 +86,7 @@ class StateArgs:
     values: gl.tensor | gl.constexpr  # 1, or 0 for a segment's transition, which has no values
     stride_o_t: gl.tensor | gl.constexpr
     hard_ptr: gl.tensor
+    saves: Checkpoints
 
 
 @aggregate
@@ -98,6 +100,7 @@ class ProductsArgs:
     barriers: Barriers
     scale: gl.tensor
     NORMALIZE_QK: gl.constexpr
+    saves: Checkpoints
 
 
 @aggregate
@@ -121,6 +124,7 @@ class LoaderArgs:
     tiles: Tiles
     factors: Factors
     barriers: Barriers
+    saves: Checkpoints
 
 
 @gluon.jit

@@ -28,6 +28,16 @@ from sluice.backends.hopper.kernels.constants import GROUP_V, C
 from sluice.backends.hopper.kernels.gluon_api import async_store, barrier, reinterpret
 from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
 from sluice.backends.hopper.kernels.state_args import advance
+from sluice.backends.hopper.kernels.state_checkpoints import (
+    candidates,
+    first_saved,
+    next_border,
+    slot_ahead,
+    slot_of,
+    tail_of,
+    token_of,
+    waiting_at,
+)
 
 
 @gluon.jit
@@ -36,6 +46,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     K: gl.constexpr = sizes.K
     GROUPS: gl.constexpr = sizes.GROUPS
     OUTPUT: gl.constexpr = sizes.OUTPUT
+    AT_BORDERS: gl.constexpr = args.saves.slots_ptr is not None and not args.saves.TAILS
     tiles = args.tiles
     factors = args.factors
     barriers = args.barriers
@@ -65,8 +76,14 @@ def run_state(args, sizes, GROUP: gl.constexpr):
         turns = 0
         stage = 0
         phase = 0
+        if AT_BORDERS:
+            saved, border = first_saved(args.saves)
+            slot = slot_ahead(args.saves, saved, border >= 0)
         while chunk < chunks:
             run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
+            if args.saves.TAILS:
+                keep_states(args.saves, S, chunk, first_v, sizes)
+                run = gl.minimum(run, next_border(args.saves, chunk) - chunk)
             mbarrier.wait(barriers.tiles_ready.index(stage), phase)
             mbarrier.wait(barriers.qkg_ready.index(stage), phase)
             if run == 0:
@@ -78,6 +95,10 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                     count = tokens - chunk * C
                     store_output(args.o_ptr + column_v, o.to(dtype), first, count, args.stride_o_t)
                 chunk += 1
+                if AT_BORDERS:
+                    saved, border, slot = keep_state(
+                        args.saves, S, chunk, saved, border, slot, first_v, sizes
+                    )
                 stage, phase = advance(stage, phase, sizes.STAGES)
             else:
                 s_left = gl.convert_layout(S, left_c).to(dtype)
@@ -135,7 +156,11 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                     mbarrier.wait(barriers.tiles_ready.index(next_stage), phase, pred=i + 1 < run)
                     kq_t = tiles.kq.index(next_stage).permute((1, 0))
                     u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False, is_async=True)
-                    # Meanwhile: the output, and the next chunk's values and factors.
+                    # Meanwhile: checkpoints, the output, the next chunk's values and factors.
+                    if AT_BORDERS:
+                        saved, border, slot = keep_state(
+                            args.saves, S, chunk + i + 1, saved, border, slot, first_v, sizes
+                        )
                     if OUTPUT and GROUPS == 1:
                         o = warpgroup_mma_wait(1, deps=[o])
                         o = o * per_token(factors.o_down, stage) * down
@@ -160,11 +185,65 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                 turns += run
         if OUTPUT:
             tma.store_wait(0)
+        if args.saves.TAILS:
+            keep_states(args.saves, S, chunk, first_v, sizes)
         if args.write:
             # The compiler cannot know that this is 0. If it did, it would keep the offsets of
             # load_state through the loop, in half of the registers.
             nothing = gl.minimum(tokens, 0)
             store_state(args.target_ptr, S, first_v + nothing, sizes)
+        if args.saves.TAILS:
+            begin, stop = candidates(args.saves, 0, tokens)
+            for j in range(begin, stop):
+                border, count = tail_of(args.saves, j)
+                if count > 0:
+                    saved_ptr, kept = slot_of(args.saves, j)
+                    border_ptr = waiting_at(args.saves, j, saved_ptr)
+                    nothing = gl.minimum(count, 0)
+                    at = state_offsets(first_v + nothing, K, sizes.V, sizes.STATE_KV)
+                    S = gl.load(border_ptr + at, mask=(at >= 0) & kept, other=0.0)
+                    mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+                    mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+                    S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+                    barrier()
+                    mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                    if kept:
+                        store_state(saved_ptr, S, first_v + nothing, sizes)
+                    stage, phase = advance(stage, phase, sizes.STAGES)
+
+
+@gluon.jit
+def keep_state(saves, S, chunks, saved, border, slot, first_v, sizes):
+    """Store the state after ``chunks`` chunks if checkpoint ``saved`` lies there; the next one.
+
+    A mask and no branch: the tensor cores work meanwhile.
+    """
+    here = (chunks == border) & (chunks * C <= saves.tokens)
+    kept = here & (saved < saves.number) & (slot > saves.pad_slot)
+    nothing = gl.minimum(chunks, 0)  # see the end of run_state
+    at = state_offsets(first_v + nothing, sizes.K, sizes.V, sizes.STATE_KV)
+    target_ptr = saves.state_ptr + slot.to(gl.int64) * saves.stride_state_p
+    mask = gl.full([GROUP_V, sizes.K], kept, gl.int1, accumulator(sizes.K))
+    gl.store(target_ptr + at, S.to(target_ptr.dtype.element_ty), mask=mask)
+    saved = gl.where(here, saved + 1, saved)
+    border = gl.where(here, border + saves.every // C, border)
+    next_slot = slot_ahead(saves, saved, here)
+    return saved, border, gl.where(here, next_slot, slot)
+
+
+@gluon.jit
+def keep_states(saves, S, chunk, first_v, sizes):
+    """Store the state before ``chunk`` for every checkpoint there, and for those with a tail."""
+    begin, stop = candidates(saves, chunk * C, chunk * C + C - 1)
+    for j in range(begin, stop):
+        at = token_of(saves, j)
+        if (at >= 0) & (at // C == chunk):
+            saved_ptr, kept = slot_of(saves, j)
+            nothing = gl.minimum(chunk, 0)  # see the end of run_state
+            if kept & (at % C == 0):
+                store_state(saved_ptr, S, first_v + nothing, sizes)
+            if kept & (at % C != 0):
+                store_state(waiting_at(saves, j, saved_ptr), S, first_v + nothing, sizes)
 
 
 @gluon.jit
@@ -191,8 +270,8 @@ def hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP: gl.constexpr):
     if OUTPUT:
         u, o = split_uo(u)
     v = load_values(v_smem, has_values, OUTPUT)
-    w = v * per_token(factors.beta, stage)
-    w = w - u * per_token(factors.beta_decay_in, stage)
+    # fused by hand: the compiler may choose either product, and the bits would depend on the kernel
+    w = gl.fma(-u, per_token(factors.beta_decay_in, stage), v * per_token(factors.beta, stage))
     w_left, _, down = to_float16(w)
     ag_t = reinterpret(ag_smem, gl.float16, [C, C], square).permute((1, 0))
     zero = gl.zeros([GROUP_V, C], gl.float32, acc_c)
@@ -202,13 +281,14 @@ def hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP: gl.constexpr):
         o = o * per_token(factors.qs_up, stage) * up
         o = warpgroup_mma(d_left, qkg_smem.permute((1, 0)), o)
         o = o * per_token(factors.o_down, stage) * down
-    d = d * per_token(factors.decay_out, stage)
+    decay_out = per_token(factors.decay_out, stage)
+    d_out = (d * decay_out).to(dtype)
+    rest = gl.fma(d, decay_out, -d_out.to(gl.float32))
     decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, S.type.layout))
     S = S * gl.expand_dims(decay_all, 1)
     k_smem = kq_smem.slice(0, C, 0)
-    rest = d - d.to(dtype).to(gl.float32)
     S = warpgroup_mma(gl.convert_layout(rest, left_k).to(dtype), k_smem, S)
-    S = warpgroup_mma(gl.convert_layout(d, left_k).to(dtype), k_smem, S)
+    S = warpgroup_mma(gl.convert_layout(d_out, left_k), k_smem, S)
     return S, o
 
 

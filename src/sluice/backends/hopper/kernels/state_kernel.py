@@ -38,6 +38,7 @@ from sluice.backends.hopper.kernels.state_args import (
     StateArgs,
     Tiles,
 )
+from sluice.backends.hopper.kernels.state_checkpoints import Checkpoints
 from sluice.backends.hopper.kernels.state_groups import run_state
 from sluice.backends.hopper.kernels.state_loader import run_loader
 from sluice.backends.hopper.kernels.state_products import run_products
@@ -46,7 +47,18 @@ from sluice.backends.triton.kernels.alignment import INDICES
 
 
 @gluon.jit(
-    do_not_specialize=["N", "T", "pad_slot", "segment_size", "stride_gates_h"],
+    do_not_specialize=[
+        "N",
+        "T",
+        "M",
+        "every",
+        "pad_slot",
+        "segment_size",
+        "stride_gates_h",
+        "HV",
+        "R_Q",
+        "R_K",
+    ],
     do_not_specialize_on_alignment=INDICES,
 )
 def hopper_state_kernel(
@@ -66,28 +78,34 @@ def hopper_state_kernel(
     write_slots_ptr,  # [N]; None: slots
     has_state_ptr,  # [N]; None: all have
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
+    checkpoint_slots_ptr,  # [N, M]; None: no checkpoints
+    checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
+    waiting_ptr,  # [N, M, HV, V, K] float32: states before tails; None: they wait in their slots
     scale,
     N,
     T,
+    M,
+    every,
     pad_slot,
     segment_size,
     stride_o_t,
     stride_gates_h,  # of beta32, g2, r_k and hard
     stride_state_p,
-    HQ: gl.constexpr,
-    HK: gl.constexpr,
-    HV: gl.constexpr,
+    HV,
+    R_Q,  # value heads per query head
+    R_K,  # value heads per key head
     K: gl.constexpr,
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
     STAGES: gl.constexpr,
     STATE_KV: gl.constexpr,
     OUTPUT: gl.constexpr,
+    TAILS: gl.constexpr,  # whether a checkpoint may lie inside a chunk
 ):
     GROUPS: gl.constexpr = BLOCK_V // GROUP_V
     BLOCKS_V: gl.constexpr = V // BLOCK_V
     BLOCKS: gl.constexpr = BLOCKS_V if OUTPUT else BLOCKS_V + K // BLOCK_V
-    gdc_wait()  # for the kernels before this one: see tiles.begin
+    gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
     gdc_launch_dependents()
 
     # The tokens of this program
@@ -95,8 +113,8 @@ def hopper_state_kernel(
     block = pid % BLOCKS
     head_v = (pid // BLOCKS) % HV
     unit = pid // (BLOCKS * HV)
-    head_k = head_v // (HV // HK)
-    head_q = head_v // (HV // HQ)
+    head_k = head_v // R_K
+    head_q = head_v // R_Q
     seq, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     row = start + segment * segment_size
     if seq >= N:
@@ -155,23 +173,42 @@ def hopper_state_kernel(
         target_ptr += gl.where(values != 0, 0, V)
 
     live_tokens = gl.where(live, tokens, 0)
+    if checkpoint_slots_ptr is None:
+        saves = Checkpoints(
+            None, None, None, None, None, None, None, None, None, None, None, None, False
+        )  # fmt: skip
+    else:
+        if checkpoint_positions_ptr is not None:
+            checkpoint_positions_ptr += gl.minimum(seq, N - 1).to(gl.int64) * M
+        stride_waiting = HV.to(gl.int64) * (V * K)
+        if waiting_ptr is not None:
+            waiting_ptr += gl.minimum(seq, N - 1) * M * stride_waiting + head_v * (V * K)
+        saves = Checkpoints(
+            slots_ptr=checkpoint_slots_ptr + gl.minimum(seq, N - 1).to(gl.int64) * M,
+            positions_ptr=checkpoint_positions_ptr, every=every, number=M,
+            before=row - start, tokens=live_tokens,
+            tail_row=stride_gates_h - (N - seq) * M * C,
+            state_ptr=state_ptr, stride_state_p=stride_state_p, pad_slot=pad_slot,
+            waiting_ptr=waiting_ptr, stride_waiting=stride_waiting, TAILS=TAILS,
+        )  # fmt: skip
     loader = LoaderArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, ag_desc=ag_desc,
         row=row, tokens=live_tokens,
         column_q=head_q * K, column_k=head_k * K, column_ag=head_v * C, column_v=column_v,
         has_values=values != 0,
         beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, r_k_ptr=r_k_ptr,
-        tiles=tiles, factors=factors, barriers=barriers,
+        tiles=tiles, factors=factors, barriers=barriers, saves=saves,
     )  # fmt: skip
     products = ProductsArgs(
         row=row, tokens=live_tokens, tiles=tiles, factors=factors, barriers=barriers, scale=scale,
-        NORMALIZE_QK=r_k_ptr is not None,
+        NORMALIZE_QK=r_k_ptr is not None, saves=saves,
     )  # fmt: skip
     state = StateArgs(
         tiles=tiles, factors=factors, barriers=barriers, o_desc=o_desc, o_ptr=o_ptr,
         source_ptr=source_ptr, has_source=has_source, segments_ptr=segments_ptr, is_split=is_split,
         target_ptr=target_ptr, write=write, live=live, row=row, tokens=tokens,
         column_v=column_v, first_v=first_v, values=values, stride_o_t=stride_o_t, hard_ptr=hard_ptr,
+        saves=saves,
     )  # fmt: skip
     # (role, arguments); then the warps and the registers per thread of all roles but the first
     if GROUPS == 1:

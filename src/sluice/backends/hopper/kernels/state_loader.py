@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sluice.backends.hopper.kernels.constants import COPY_WIDTH, GROUP_V, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, barrier
 from sluice.backends.hopper.kernels.state_args import advance
+from sluice.backends.hopper.kernels.state_checkpoints import candidates, tail_of
 
 
 @gluon.jit
@@ -20,25 +21,42 @@ def run_loader(args, sizes):
     """Load all chunks of the program."""
     chunks = gl.cdiv(args.tokens, C)
     for chunk in range(gl.minimum(chunks, sizes.STAGES)):
-        copy_chunk(args, sizes, chunk, chunk)
+        t = args.row + chunk * C
+        copy_chunk(args, sizes, t, t, chunk)
     stage = 0
     phase = 1
     for chunk in range(chunks):
         if chunk >= sizes.STAGES:
             mbarrier.wait(args.barriers.stage_free.index(stage), phase)
-            copy_chunk(args, sizes, chunk, stage)
-        store_factors(args, chunk, stage)
+            t = args.row + chunk * C
+            copy_chunk(args, sizes, t, t, stage)
+        store_factors(args, args.row + chunk * C, args.tokens - chunk * C, stage)
         stage, phase = advance(stage, phase, sizes.STAGES)
+    if args.saves.TAILS:
+        item = chunks
+        begin, stop = candidates(args.saves, 0, args.tokens)
+        for j in range(begin, stop):
+            before, count = tail_of(args.saves, j)
+            if count > 0:
+                if item >= sizes.STAGES:
+                    mbarrier.wait(args.barriers.stage_free.index(stage), phase)
+                tail_row = args.saves.tail_row + j * C
+                copy_chunk(args, sizes, args.row + before * C, tail_row, stage)
+                store_factors(args, tail_row, count, stage)
+                stage, phase = advance(stage, phase, sizes.STAGES)
+                item += 1
 
 
 @gluon.jit
-def copy_chunk(args, sizes, chunk, stage):
-    """Start the TMA copies of a chunk. They arrive at ``tiles_ready``."""
+def copy_chunk(args, sizes, t, made, stage):
+    """Start the TMA copies of a chunk from token ``t`` on. They arrive at ``tiles_ready``.
+
+    ``made``: where the parallel half has put what it made of it.
+    """
     K: gl.constexpr = sizes.K
     BLOCK_V: gl.constexpr = sizes.GROUPS * GROUP_V
     COMMON: gl.constexpr = 2 * C * (2 * K + C if sizes.OUTPUT else K + C)  # bytes
     ready = args.barriers.tiles_ready.index(stage)
-    t = args.row + chunk * C
     if args.has_values:
         mbarrier.expect(ready, COMMON + 2 * C * BLOCK_V)
     else:
@@ -52,7 +70,7 @@ def copy_chunk(args, sizes, chunk, stage):
         column = args.column_v + group * GROUP_V
         async_load(args.v_desc, [t, column], ready, v_smem, pred=args.has_values)
     ag_smem = args.tiles.ag.index(stage)
-    async_load(args.ag_desc, [t, args.column_ag], ready, ag_smem)
+    async_load(args.ag_desc, [made, args.column_ag], ready, ag_smem)
 
 
 @gluon.jit
@@ -64,15 +82,15 @@ def copy_rows(desc, smem, row, column, bar, K: gl.constexpr):
 
 
 @gluon.jit
-def store_factors(args, chunk, stage):
+def store_factors(args, t, left, stage):
     """Load the gates of a chunk and store the factors that follow from them.
 
-    After the last token of the sequence the decay stays as it is.
+    The gates begin at ``t`` in the workspace, and ``left`` tokens are left. After the last of them
+    the decay stays as it is.
     """
     factors = args.factors
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    t = args.row + chunk * C
-    count = gl.minimum(args.tokens - chunk * C, C)
+    count = gl.minimum(left, C)
     at = gl.minimum(gl.arange(0, C, layout), count - 1)
     one = gl.full([C], 1.0, gl.float32, layout)
     decay_in = one

@@ -24,63 +24,76 @@ from sluice.backends.hopper.kernels.constants import COPY_WIDTH, NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import barrier
 from sluice.backends.hopper.kernels.layouts import accumulator
 from sluice.backends.hopper.kernels.state_args import advance
+from sluice.backends.hopper.kernels.state_checkpoints import candidates, tail_of
 
 
 @gluon.jit
 def run_products(args, sizes):
     """Make QKg of all chunks of the program."""
+    stage = 0
+    phase = 0
+    for chunk in range(gl.cdiv(args.tokens, C)):
+        make_products(args, sizes, args.tokens - chunk * C, stage, phase)
+        stage, phase = advance(stage, phase, sizes.STAGES)
+    if args.saves.TAILS:
+        begin, stop = candidates(args.saves, 0, args.tokens)
+        for j in range(begin, stop):
+            _, count = tail_of(args.saves, j)
+            if count > 0:
+                make_products(args, sizes, count, stage, phase)
+                stage, phase = advance(stage, phase, sizes.STAGES)
+
+
+@gluon.jit
+def make_products(args, sizes, count, stage, phase):
+    """QKg of one chunk, of which ``count`` tokens are left."""
     tiles = args.tiles
     factors = args.factors
     barriers = args.barriers
     acc: gl.constexpr = accumulator(C)
     by_row: gl.constexpr = gl.SliceLayout(1, acc)
     by_column: gl.constexpr = gl.SliceLayout(0, acc)
-    stage = 0
-    phase = 0
-    for chunk in range(gl.cdiv(args.tokens, C)):
-        mbarrier.wait(barriers.tiles_ready.index(stage), phase)
-        kq_smem = tiles.kq.index(stage)
-        count = args.tokens - chunk * C
-        if count < C:
-            for first in gl.static_range(0, sizes.K, COPY_WIDTH):
-                zero_after(kq_smem.slice(0, C, 0).slice(first, COPY_WIDTH, 1), count)
-                if sizes.OUTPUT:
-                    zero_after(kq_smem.slice(C, C, 0).slice(first, COPY_WIDTH, 1), count)
-            zero_after(tiles.ag.index(stage), count)
-            for group in gl.static_range(sizes.GROUPS):
-                zero_after(tiles.v.index(stage * sizes.GROUPS + group), count)
-            fence_async_shared()
-            barrier()
-        if sizes.OUTPUT:
-            q_smem = kq_smem.slice(C, C, 0)
-            k_t_smem = kq_smem.slice(0, C, 0).permute((1, 0))
-            zero = gl.zeros([C, C], gl.float32, acc)
-            qk = warpgroup_mma(q_smem, k_t_smem, zero, use_acc=False, is_async=True)
-            if args.NORMALIZE_QK:
-                store_inverse_lengths(q_smem, factors.r_q, sizes.K)
-        mbarrier.wait(barriers.factors_ready.index(stage), phase)
-        if sizes.OUTPUT:
-            g2_smem = factors.g2.index(stage)
-            g2 = g2_smem.load(by_row)
-            if sizes.GROUPS == 1:  # before the wait: there are registers for it
-                G = decay_between(g2, g2_smem, args.row >> 31, acc)
-            qk = warpgroup_mma_wait(0, deps=[qk])
-            if args.NORMALIZE_QK:
-                qk = qk * gl.expand_dims(factors.r_k.index(stage).load(by_column), 0)
-            up, down = float16_scale(qk)
-            factors.qs_up.index(stage).store(gl.exp2(g2) * up)
-            o_down = down * args.scale
-            if args.NORMALIZE_QK:
-                o_down = o_down * factors.r_q.load(by_row)
-            factors.o_down.index(stage).store(o_down)
-            qk = qk * gl.expand_dims(up, 1)
-            if sizes.GROUPS == 2:
-                G = decay_between(g2, g2_smem, args.row >> 31, acc)
-            tiles.qkg.index(stage).store((qk * G).to(gl.float16))
-            fence_async_shared()
-            barrier()
-        mbarrier.arrive(barriers.qkg_ready.index(stage), count=1)
-        stage, phase = advance(stage, phase, sizes.STAGES)
+    mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+    kq_smem = tiles.kq.index(stage)
+    if count < C:
+        for first in gl.static_range(0, sizes.K, COPY_WIDTH):
+            zero_after(kq_smem.slice(0, C, 0).slice(first, COPY_WIDTH, 1), count)
+            if sizes.OUTPUT:
+                zero_after(kq_smem.slice(C, C, 0).slice(first, COPY_WIDTH, 1), count)
+        zero_after(tiles.ag.index(stage), count)
+        for group in gl.static_range(sizes.GROUPS):
+            zero_after(tiles.v.index(stage * sizes.GROUPS + group), count)
+        fence_async_shared()
+        barrier()
+    if sizes.OUTPUT:
+        q_smem = kq_smem.slice(C, C, 0)
+        k_t_smem = kq_smem.slice(0, C, 0).permute((1, 0))
+        zero = gl.zeros([C, C], gl.float32, acc)
+        qk = warpgroup_mma(q_smem, k_t_smem, zero, use_acc=False, is_async=True)
+        if args.NORMALIZE_QK:
+            store_inverse_lengths(q_smem, factors.r_q, sizes.K)
+    mbarrier.wait(barriers.factors_ready.index(stage), phase)
+    if sizes.OUTPUT:
+        g2_smem = factors.g2.index(stage)
+        g2 = g2_smem.load(by_row)
+        if sizes.GROUPS == 1:  # before the wait: there are registers for it
+            G = decay_between(g2, g2_smem, args.row >> 31, acc)
+        qk = warpgroup_mma_wait(0, deps=[qk])
+        if args.NORMALIZE_QK:
+            qk = qk * gl.expand_dims(factors.r_k.index(stage).load(by_column), 0)
+        up, down = float16_scale(qk)
+        factors.qs_up.index(stage).store(gl.exp2(g2) * up)
+        o_down = down * args.scale
+        if args.NORMALIZE_QK:
+            o_down = o_down * factors.r_q.load(by_row)
+        factors.o_down.index(stage).store(o_down)
+        qk = qk * gl.expand_dims(up, 1)
+        if sizes.GROUPS == 2:
+            G = decay_between(g2, g2_smem, args.row >> 31, acc)
+        tiles.qkg.index(stage).store((qk * G).to(gl.float16))
+        fence_async_shared()
+        barrier()
+    mbarrier.arrive(barriers.qkg_ready.index(stage), count=1)
 
 
 @gluon.jit

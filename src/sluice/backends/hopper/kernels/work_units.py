@@ -10,6 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sluice.backends.hopper.kernels.constants import C
+
 
 @gluon.jit
 def find_sequence(unit, cu_seqlens_ptr, N, size):
@@ -48,3 +50,24 @@ def unit_span(unit, cu_seqlens_ptr, N, T, size):
         if seq < N:
             end = gl.load(cu_seqlens_ptr + seq + 1).to(gl.int32)
     return seq, start, number, end
+
+
+@gluon.jit
+def tail_span(tail, cu_seqlens_ptr, positions_ptr, every, T, M):
+    """The sequence of a checkpoint's tail, its first token and its end.
+
+    It is empty where the checkpoint lies between two chunks, or not in the sequence.
+    """
+    seq = tail // M
+    start = seq * T
+    length = start * 0 + T
+    if cu_seqlens_ptr is not None:
+        start = gl.load(cu_seqlens_ptr + seq).to(gl.int32)
+        length = gl.load(cu_seqlens_ptr + seq + 1).to(gl.int32) - start
+    if positions_ptr is None:
+        position = (tail % M + 1) * every
+    else:
+        position = gl.load(positions_ptr + tail).to(gl.int32)
+    count = gl.where((position > 0) & (position <= length), position % C, 0)
+    row = start + position - count
+    return seq, row, row + count

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import INDICES
-from sluice.backends.triton.kernels.math import begin
+from sluice.backends.triton.kernels.math import begin, divide
 from sluice.backends.triton.kernels.window import (
     FIRST,
     Checkpoints,
@@ -23,7 +23,9 @@ from sluice.backends.triton.kernels.window import (
     convolve,
     convolve_first,
     convolve_one,
+    keep_stream,
     load_weights,
+    place_window,
     save_windows,
 )
 from sluice.backends.triton.kernels.work_units import probe_sequence
@@ -73,9 +75,10 @@ def locate(
 
 
 FREE = ["N", "T", "M", "every", "pad_slot"]
+COLUMNS = ["columns", "inverse_columns"]
 
 
-@triton.jit(do_not_specialize=FREE, do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=[*FREE, *COLUMNS], do_not_specialize_on_alignment=INDICES)
 def conv_kernel(
     x_ptr,  # [B, T, D]
     weight_ptr,  # [D, W]
@@ -88,6 +91,7 @@ def conv_kernel(
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     checkpoint_slots_ptr,  # [N, M] or None
     checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
+    window_start_ptr,  # [N]: windows are left-aligned and read from this column on; None: are not
     N,
     T,
     M,
@@ -104,7 +108,9 @@ def conv_kernel(
     stride_y_b,
     stride_y_t,
     stride_y_d,
-    D: tl.constexpr,
+    columns,  # programs side by side
+    inverse_columns,  # of divide
+    D,
     L: tl.constexpr,
     W: tl.constexpr,
     UNIT_T: tl.constexpr,
@@ -115,21 +121,22 @@ def conv_kernel(
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    number, column = divide(tl.program_id(0), columns, inverse_columns)
     begin()
-    pid = tl.program_id(0)
     unit = locate(
-        pid // COLUMNS, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
+        number, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
         UNIT_T,
     )  # fmt: skip
     length = unit.length
-    offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    offs_d = (column * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
     x_ptr += unit.batch * stride_x_b + unit.start * stride_x_t
     y_ptr += unit.batch * stride_y_b + unit.start * stride_y_t
     window_ptr = state_ptr
     if state_ptr is not None:
         window_ptr = state_ptr + unit.slot * stride_state_p
+        if window_start_ptr is not None:
+            window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
 
     # tokens whose taps reach into the window are made here, so that the loop reads tokens only
@@ -163,7 +170,14 @@ def conv_kernel(
         offs_t += BLOCK_T
         place += BLOCK_T * stride_x_t
         out += BLOCK_T * stride_y_t
-    if WRITE_STATE:
+    if WRITE_STATE and window_start_ptr is not None:
+        if unit.live & (unit.number == 0):
+            keep_stream(
+                x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
+                unit.kept, unit.length, offs_d, mask_d,
+                ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l), L, W,
+            )  # fmt: skip
+    elif WRITE_STATE:
         if unit.live:
             save_windows(
                 x_ptr, state_ptr, window_ptr, unit,
@@ -174,7 +188,7 @@ def conv_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "pad_slot"], do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=["N", "pad_slot", *COLUMNS], do_not_specialize_on_alignment=INDICES)
 def conv_one_kernel(
     x_ptr,  # [N, 1, D]
     weight_ptr,  # [D, W]
@@ -195,20 +209,19 @@ def conv_one_kernel(
     stride_state_l,
     stride_y_b,
     stride_y_d,
-    D: tl.constexpr,
+    columns,  # programs side by side
+    inverse_columns,  # of divide
+    D,
     L: tl.constexpr,
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SILU: tl.constexpr,
     WRITE_STATE: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    number, column = divide(tl.program_id(0), columns, inverse_columns)
     begin()
-    pid = tl.program_id(0)
-    unit = locate(
-        pid // COLUMNS, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1
-    )
-    offs_d = ((pid % COLUMNS) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    unit = locate(number, None, slots_ptr, write_slots_ptr, has_state_ptr, N, 1, pad_slot, 1)
+    offs_d = (column * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     mask_d = offs_d < D
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
     rolled_ptr = None

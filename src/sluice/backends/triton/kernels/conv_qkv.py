@@ -24,7 +24,9 @@ from sluice.backends.triton.kernels.math import NORM_EPS, begin, exp, sigmoid, s
 from sluice.backends.triton.kernels.window import (
     Checkpoints,
     ConvStrides,
+    keep_stream,
     load_weights,
+    place_window,
     save_windows,
 )
 
@@ -331,6 +333,7 @@ def conv_qkv_kernel(
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     checkpoint_slots_ptr,  # [N, M] or None
     checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
+    window_start_ptr,  # [N]: windows are left-aligned and read from this column on; None: are not
     beta_scale,
     N,
     T,
@@ -447,6 +450,8 @@ def conv_qkv_kernel(
         window_ptr = state_ptr
         if state_ptr is not None:
             window_ptr = state_ptr + unit.slot * stride_state_p
+            if window_start_ptr is not None:
+                window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
         # int64: T·D passes 2**31 in long inputs
         place = x_ptr + first.to(tl.int64) * stride_x_t + offs_d * stride_x_d
         out = out_ptr + first.to(tl.int64) * stride_out_t + offs
@@ -467,7 +472,15 @@ def conv_qkv_kernel(
         convolve_rows(
             place, out, taps, weights, bias, tokens, mask_d, is_key, stride_x_t, stride_out_t, conv
         )
-        if WRITE_STATE:
+        if WRITE_STATE and window_start_ptr is not None:
+            if unit.live & (unit.number == 0):
+                keep_stream(
+                    x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
+                    unit.kept, unit.length, offs_d, mask_d,
+                    ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
+                    L, W,
+                )  # fmt: skip
+        elif WRITE_STATE:
             if unit.live:
                 save_windows(
                     x_ptr, state_ptr, window_ptr, unit,

@@ -6,9 +6,10 @@
     o  = scale S q / |q|              (D4)
 
 One program owns BLOCK_V rows of one value head's state and keeps them in registers from the first
-token to the last: the state is read once and written once. q and k are not normalised in place;
-their inverse lengths go into d and o instead (1 without ``normalize_qk``). ``verify`` runs this
-kernel too: it stores k, d and g of each token and leaves the state alone.
+token to the last: the state is read once and written once, or after each token to a slot of its
+own. q and k are not normalised in place; their inverse lengths go into d and o instead (1 without
+``normalize_qk``). ``verify`` runs this kernel too: it stores k, d and g of each token, by row or in
+buffers by slot, and leaves the state alone.
 """
 # ruff: noqa: RUF005 (Triton has no tuple unpacking)
 
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-from sluice.backends.triton.kernels.math import NORM_EPS, begin, exp, sigmoid, softplus
+from sluice.backends.triton.kernels.math import NORM_EPS, begin, divide, exp, sigmoid, softplus
 from sluice.backends.triton.kernels.state_tile import (
     TileShape,
     decayed,
@@ -156,8 +157,9 @@ def advance(
 
 # A serving process changes these sizes from call to call, and these strides cannot make a load
 # wider: no variant of the kernel is compiled for their values.
-_FREE = ["N", "T", "pad_slot"]
+_FREE = ["N", "T", "pad_slot", "HV", "R_Q", "R_K", "inverse_HV", "inverse_R_Q", "inverse_R_K"]
 _FREE += [f"stride_{name}_{dim}" for name in ("v", "g", "beta", "o") for dim in "bth"]
+_FREE += ["states", "draft_tokens", "D", "stride_x_b", "stride_x_t"]
 _UNALIGNED = [*INDICES, *GATES, "v_ptr", "o_ptr"]
 
 
@@ -175,8 +177,11 @@ def decode_kernel(
     draft_k_ptr,  # [B, T, HK, K] float32; None: decode, which writes the state
     draft_d_ptr,  # [B, T, HV, V] float32
     draft_g_ptr,  # as g, float32
+    x_ptr,  # [B, T, D] raw inputs of the convolution; None: none are kept
+    draft_x_ptr,  # [S, draft_tokens, D]
+    draft_slots_ptr,  # [N]: rows of buffers; None: row i is sequence i
     slots_ptr,  # [N]; None: row i is sequence i
-    write_slots_ptr,  # [N]; None: slots
+    write_slots_ptr,  # [N], or [N, states]; None: slots
     has_state_ptr,  # [N]; None: all have
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     scale,
@@ -184,6 +189,12 @@ def decode_kernel(
     N,
     T,
     pad_slot,
+    states,  # write slots of a sequence, one for each token; None: one for all
+    draft_tokens,  # the draft lies in buffers [S, draft_tokens, ..]; None: by row
+    D,  # None without x
+    stride_x_b,
+    stride_x_t,
+    stride_x_d,
     stride_q_b,
     stride_q_t,
     stride_q_h,
@@ -203,9 +214,13 @@ def decode_kernel(
     stride_o_t,
     stride_o_h,
     stride_state_p,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_Q,  # value heads per query head; 1 if there are fewer
+    R_K,  # value heads per key head
+    inverse_HV,  # of divide, as the next two
+    inverse_R_Q,
+    inverse_R_K,
+    READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -216,20 +231,23 @@ def decode_kernel(
     NORMALIZE_QK: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
     STATE_KV: tl.constexpr,
+    BLOCK_X: tl.constexpr,  # channels of x that a program copies, rounded up; 0 without x
 ):
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    READERS: tl.constexpr = HQ // HV if HQ > HV else 1
-    STATES: tl.constexpr = HV // HQ if HV > HQ else 1
     GATED: tl.constexpr = g_ptr is not None
     DELTA: tl.constexpr = beta_ptr is not None
     RAW: tl.constexpr = A_log_ptr is not None
     shape: tl.constexpr = TileShape(K, V, BLOCK_V, PIECE_K, STATE_KV)
-    begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
-    head_v = ((pid // BLOCKS) % HV).to(tl.int64)
-    seq = (pid // (BLOCKS * HV)).to(tl.int64)
-    head_k = head_v // (HV // HK)
+    seq, head_v = divide(pid // BLOCKS, HV, inverse_HV)
+    head_q, _ = divide(head_v * READERS, R_Q, inverse_R_Q)
+    head_k, _ = divide(head_v, R_K, inverse_R_K)
+    seq = seq.to(tl.int64)
+    head_q = head_q.to(tl.int64)
+    head_k = head_k.to(tl.int64)
+    head_v = head_v.to(tl.int64)
+    begin()
     offs_v = pid_v * BLOCK_V + tl.arange(0, BLOCK_V)
 
     slot = seq
@@ -245,7 +263,7 @@ def decode_kernel(
         start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
         end = tl.load(cu_seqlens_ptr + seq + 1).to(tl.int64)
 
-    q_ptr += batch * stride_q_b + (head_v * READERS // STATES) * stride_q_h
+    q_ptr += batch * stride_q_b + head_q * stride_q_h
     k_ptr += batch * stride_k_b + head_k * stride_k_h
     v_ptr += batch * stride_v_b + head_v * stride_v_h
     o_ptr += batch * stride_o_b + (head_v * READERS) * stride_o_h
@@ -268,6 +286,11 @@ def decode_kernel(
     known = live
     if has_state_ptr is not None:
         known = live & (tl.load(has_state_ptr + seq) != 0)
+    drafted = live
+    row = seq
+    if draft_slots_ptr is not None:
+        row = tl.load(draft_slots_ptr + seq).to(tl.int64)
+        drafted = live & (row > pad_slot)
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
     state_ptr += head_v * (V * K)
     S = load_tile(state_ptr + slot * stride_state_p, offs_v, known, shape, LOAD)
@@ -281,6 +304,9 @@ def decode_kernel(
             beta32 = sigmoid(beta32) * beta_scale
         k32 = widen(k)
         v32 = v.to(tl.float32)
+        if states is not None:  # columns that are missing are padding
+            at = write_slots_ptr + seq * states + (t - start)
+            own = tl.load(at, mask=t - start < states, other=-1).to(tl.int64)
         if not ONE_TOKEN:
             more = t + 1 < end
             k = load_vector(k_ptr + (t + 1) * stride_k_t, more, K, PIECE_K)
@@ -297,18 +323,33 @@ def decode_kernel(
         for i in tl.static_range(READERS):
             o_i = tl.where(live, o[i], 0.0).to(o_ptr.dtype.element_ty)
             tl.store(o_ptr + t * stride_o_t + i * stride_o_h + offs_v, o_i, mask=offs_v < V)
+        if states is not None:
+            kept = live & (own > pad_slot)
+            store_tile(state_ptr + own * stride_state_p, S, offs_v, kept, shape, STORE)
         if draft_k_ptr is not None:
             token = batch * T + t
-            tl.store(draft_d_ptr + (token * HV + head_v) * V + offs_v, d, mask=live & (offs_v < V))
-            if pid_v == 0 and live:
+            fits = drafted
+            if draft_tokens is not None:
+                token = row * draft_tokens + (t - start)
+                fits = drafted & (t - start < draft_tokens)
+            tl.store(draft_d_ptr + (token * HV + head_v) * V + offs_v, d, mask=fits & (offs_v < V))
+            if draft_x_ptr is not None:
+                each = (D + HV * BLOCKS - 1) // (HV * BLOCKS)
+                offs = tl.arange(0, BLOCK_X)
+                offs_x = (head_v * BLOCKS + pid_v) * each + offs
+                mask = fits & (offs < each) & (offs_x < D)
+                at = x_ptr + batch * stride_x_b + t * stride_x_t + offs_x * stride_x_d
+                x = tl.load(at, mask=mask, other=0.0)
+                tl.store(draft_x_ptr + token * D + offs_x, x, mask=mask)
+            if pid_v == 0 and fits:
                 store_draft(
-                    draft_k_ptr, draft_g_ptr, k32, g32, token, head_v, HK, HV, K, PIECE_K,
+                    draft_k_ptr, draft_g_ptr, k32, g32, token, head_k, head_v, HV, R_K, K, PIECE_K,
                     DECAY_PER_KEY,
                 )  # fmt: skip
         if not ONE_TOKEN:
             q = q_next
 
-    if draft_k_ptr is None:
+    if draft_k_ptr is None and states is None:
         write = live
         if write_slots_ptr is not None:
             slot = tl.load(write_slots_ptr + seq).to(tl.int64)
@@ -328,9 +369,10 @@ def store_draft(
     k,
     g,
     token,
+    head_k,
     head_v,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_K,
     K: tl.constexpr,
     PIECE_K: tl.constexpr,
     DECAY_PER_KEY: tl.constexpr,
@@ -338,8 +380,8 @@ def store_draft(
     """Store a token's k and g for ``commit``; the first value head of a key head stores its k."""
     for j in tl.static_range(len(k)):
         offs_k = j * PIECE_K + tl.arange(0, PIECE_K)
-        first = head_v % (HV // HK) == 0
-        at = draft_k_ptr + (token * HK + head_v // (HV // HK)) * K + offs_k
+        first = head_v == head_k * R_K
+        at = draft_k_ptr + (token * (HV // R_K) + head_k) * K + offs_k
         tl.store(at, k[j], mask=first & (offs_k < K))
         if draft_g_ptr is not None and DECAY_PER_KEY:
             at = draft_g_ptr + (token * HV + head_v) * K + offs_k

@@ -31,6 +31,19 @@ def begin():
 
 
 @triton.jit
+def divide(n, d, inverse):
+    """n // d and n % d of int32 numbers, 0 <= n, with ``inverse`` from ``arguments.inverse``.
+
+    The product is the quotient or one less. It takes 5 instructions where a division takes 40, and
+    programs divide before they know what to load.
+    """
+    quotient = ((n.to(tl.int64) * inverse) >> 31).to(tl.int32)
+    rest = n - quotient * d
+    quotient = tl.where(rest >= d, quotient + 1, quotient)
+    return quotient, tl.where(rest >= d, rest - d, rest)
+
+
+@triton.jit
 def exp(x, SCALE: tl.constexpr = LOG2_E):
     """exp(x), to 2 ulp and the rounding of x · log2(e); results below 2**-126 are zero.
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import INDICES
-from sluice.backends.triton.kernels.math import begin
+from sluice.backends.triton.kernels.math import begin, divide
 from sluice.backends.triton.kernels.prefill_chunk_loop import (
     QKVO,
     Checkpoints,
@@ -303,7 +303,8 @@ def prefill_segments_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["N", "T", "pad_slot", "segment_size"], do_not_specialize_on_alignment=INDICES
+    do_not_specialize=["N", "T", "pad_slot", "segment_size", "HV", "inverse_HV"],
+    do_not_specialize_on_alignment=INDICES,
 )
 def prefill_join_kernel(
     segments_ptr,  # [segments, HV, K, V + K] float32: S_zero | M in, the state after it | M out;
@@ -317,7 +318,8 @@ def prefill_join_kernel(
     pad_slot,
     segment_size,
     stride_state_p,
-    HV: tl.constexpr,
+    HV,
+    inverse_HV,  # of divide
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -328,11 +330,11 @@ def prefill_join_kernel(
 ):
     """S <- M S + S_zero from segment to segment (K17). A program owns BLOCK_V columns of a head."""
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
-    head_v = (pid // BLOCKS) % HV
-    seq = (pid // (BLOCKS * HV)).to(tl.int64)
+    seq, head_v = divide(pid // BLOCKS, HV, inverse_HV)
+    seq = seq.to(tl.int64)
+    begin()
     if cu_seqlens_ptr is None:
         length = seq * 0 + T
         unit = seq * ((T + segment_size - 1) // segment_size)

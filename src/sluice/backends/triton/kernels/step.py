@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-from sluice.backends.triton.kernels.math import begin, exp, sigmoid, silu, softplus
+from sluice.backends.triton.kernels.math import begin, divide, exp, sigmoid, silu, softplus
 from sluice.backends.triton.kernels.step_parts import (
     Channels,
     conv_taps,
@@ -33,7 +33,19 @@ from sluice.backends.triton.kernels.step_parts import (
 )
 from sluice.backends.triton.kernels.window import ConvStrides, load_weights, roll_window
 
-_FREE = ["T", "pad_slot", "k_offset", "v_offset", "stride_q_g", "stride_v_g"]
+_FREE = [
+    "T",
+    "HK",
+    "HV",
+    "readers",
+    "inverse_HV",
+    "inverse_readers",
+    "pad_slot",
+    "k_offset",
+    "v_offset",
+    "stride_q_g",
+    "stride_v_g",
+]
 _FREE += [f"stride_{name}_{dim}" for name in "xzbay" for dim in "nt"]
 _FREE += [f"stride_{name}_{dim}" for name in "zba" for dim in "gh" if name + dim != "zh"]
 _UNALIGNED = [*INDICES, *GATES, "b_ptr", "a_ptr", "norm_weight_ptr", "conv_bias_ptr"]
@@ -89,8 +101,11 @@ def step_kernel(
     stride_y_n,
     stride_y_t,
     T,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HK,
+    HV,
+    readers,  # of the conv windows of a key head: its value heads
+    inverse_HV,  # of divide, as the next
+    inverse_readers,
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
@@ -105,17 +120,14 @@ def step_kernel(
     STATE_KV: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    R: tl.constexpr = HV // HK
     # q and k are halves along this dimension: [2, PIECE_K, PIECES] or [PIECE_K, PIECES, 2]. With
     # the last one the compiler gives the state their layout, lanes along K; with the first it
     # cannot.
     HALF: tl.constexpr = 2 if ONE_TOKEN and not STATE_KV else 0
+    seq, head_v = divide(tl.program_id(0), HV, inverse_HV)
+    head_k, member = divide(head_v, readers, inverse_readers)
+    seq = seq.to(tl.int64)
     begin()
-    pid = tl.program_id(0)
-    seq = (pid // HV).to(tl.int64)
-    head_v = pid % HV
-    head_k = head_v // R
-    member = head_v % R
 
     slot = seq
     live = seq >= 0
@@ -219,7 +231,7 @@ def step_kernel(
         one = 1 + (norms < 0.0).to(tl.int32)
         counter = arrivals_ptr + write_slot * HK + head_k
         arrived = tl.atomic_add(counter, one, mask=kept, sem="relaxed")
-        mine = kept & (arrived == R - 1)
+        mine = kept & (arrived == readers - 1)
 
     for t in range(1 if ONE_TOKEN else T):
         if not ONE_TOKEN:  # weights again for each token: registers cannot hold them and the state
@@ -284,7 +296,7 @@ def step_kernel(
             tl.debug_barrier()
             counter = arrivals_ptr + write_slot * HK + head_k
             arrived = tl.atomic_add(counter, 1, mask=kept, sem="acq_rel")
-            mine = kept & (arrived == R - 1)
+            mine = kept & (arrived == readers - 1)
         tl.store(counter, 0, mask=mine)
     if ONE_TOKEN:
         tl.debug_barrier()

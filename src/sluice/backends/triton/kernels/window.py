@@ -212,6 +212,47 @@ def roll_window(
 
 
 @triton.jit
+def place_window(window_ptr, window_start_ptr, unit, stride_l, L: tl.constexpr, W: tl.constexpr):
+    """Where a window [D, L] would begin, whose last W - 1 columns are those from its start on."""
+    start = tl.load(window_start_ptr + unit.seq, mask=unit.known, other=0).to(tl.int64)
+    start = tl.minimum(tl.maximum(start, 0), L - W + 1)
+    return window_ptr + (start - (L - W + 1)) * stride_l
+
+
+@triton.jit
+def keep_stream(
+    x_ptr,  # the sequence's first token
+    window_ptr,  # [D, L], from ``place_window``; read where ``known``
+    state_ptr,  # [D, L] left-aligned, written where ``kept``; may be the same memory
+    known,
+    kept,
+    length,
+    offs_d,
+    mask_d,
+    strides,
+    L: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Write the window without its oldest column, then all tokens, from column 0 on (C12).
+
+    One column at a time: a tile of all columns would not fit into the registers beside the rest.
+    """
+    old = ()
+    for w in tl.static_range(W - 1):
+        at = window_ptr + offs_d * strides.window_d + (L - W + 1 + w) * strides.window_l
+        old = old + (tl.load(at, mask=mask_d & known, other=0.0),)
+    tl.debug_barrier()  # as in roll_window
+    first = tl.minimum(length, 1)  # a sequence without tokens keeps its whole window
+    mask = mask_d & kept
+    out = state_ptr + offs_d * strides.window_d
+    for w in tl.static_range(W - 1):
+        tl.store(out + (w - first) * strides.window_l, old[w], mask=mask & (w >= first))
+    for t in range(tl.minimum(length, L - W + 2)):
+        x = tl.load(x_ptr + t * strides.x_t + offs_d * strides.x_d, mask=mask, other=0.0)
+        tl.store(out + (W - 2 + t) * strides.window_l, x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def save_windows(
     x_ptr,  # the sequence's first token
     state_ptr,  # [P, D, L] the pool
