@@ -1,52 +1,99 @@
-"""The Triton kernels of the backward of prefill compile for GPUs that are not here."""
+"""The Triton kernels of the backward compile for GPUs that are not here."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import sluice
 from sluice.backends.triton import interpreted
-from sluice.contract.backward import DeltaBackwardSpec
-from sluice.contract.meta import Meta
-from tests.gpu.cross import SHARED, bound, compile_for, gpu_like, resources
+from sluice.backends.triton.arguments import KernelCall
+from sluice.backends.triton.variants import variant
+from tests.gpu.cross import (
+    SHARED,
+    backward_specs_of,
+    bound,
+    compile_for,
+    gpu_like,
+    resources,
+    translate_for,
+)
+from tests.training import layer_calls
+from tests.training.calls import Call
+from tests.training.triton_calls import HARD, KINDS, WIDE
 
 pytestmark = [
     pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
     pytest.mark.slow,
 ]
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 SPILLS = {
     "backward_walk_kernel": 384,
     "backward_queries_kernel": 768,
     "backward_keys_kernel": 1408,
 }
 """Bytes of stack per thread on Hopper."""
+USUAL = Call("usual", B=1, T=2048, K=128, V=128)
 
 
-def calls(target):
-    """The launches of a backward of 2,048 tokens in bfloat16."""
-    HK, HV, K = 2, 4, 128
+def prefill(call: Call, dtype: torch.dtype) -> tuple[Any, None, Any]:
+    leaves, options = call.make(dtype)
+    return leaves, None, sluice.prefill(**leaves, **options)
+
+
+def every() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What tests/training runs on a GPU, by name, in every dtype."""
+    for dtype in (FLOAT32, FLOAT16, BFLOAT16):
+        for call in (*KINDS, *HARD, *WIDE):
+            if dtype != FLOAT32 or call.K <= 128:
+                yield f"{call}, {dtype}", partial(prefill, call, dtype)
+    yield from layer_calls.every((FLOAT32, FLOAT16, BFLOAT16))
+
+
+def launches(target: str, *calls: Callable[[], Any]) -> list[KernelCall]:
+    """What these calls launch in backward on such a GPU; of launches of one variant the first."""
+    found: dict[Any, KernelCall] = {}
     with gpu_like(target) as device:
+        for call in calls:
+            for spec in backward_specs_of(call, device):
+                for launch in bound(spec).calls:
+                    found.setdefault(variant(launch), launch)
+    return list(found.values())
 
-        def meta(*shape, dtype=torch.bfloat16):
-            return Meta((), (), dtype, device).new_empty(*shape)
 
-        q, v = meta(1, 2048, HK, K), meta(1, 2048, HV, K)
-        gate = meta(1, 2048, HV, dtype=torch.float32)
-        state = meta(1, HV, K, K, dtype=torch.float32)
-        inputs = (q, q, v, gate, gate, None, None, state, None, None, v, state)
-        made = (q, q, v, gate, gate, None, None, state)
-        options = (None, True, False, "vk")
-        spec = DeltaBackwardSpec.make("prefill_backward", inputs + made, options)
-        return bound(spec).calls
+def test_the_compiler_understands_every_kernel_of_the_tests():
+    """Triton's interpreter runs a branch alone; the compiler looks at both sides.
+
+    A branch that no call takes must not even be looked at: ``if ptr is not None`` around it, or the
+    kernel compiles only where the pointer is given. The front end finds that in no time, so every
+    variant goes through it; ``--long`` compiles them all.
+    """
+    made = [call for _, call in every()]
+    seen = launches("sm_90", *made)
+    assert len(seen) > 200
+    for launch in seen:
+        translate_for(launch, "sm_90")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in every()])
+def test_every_kernel_of_the_tests_compiles_and_fits(call):
+    """Met in ``make test`` by the front end above, and by the two calls below."""
+    for launch in launches("sm_90", call):
+        used = resources(compile_for(launch, "sm_90"))
+        assert used.shared <= 1024 * SHARED["sm_90"], f"{launch.kernel.name}: {used}"
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_89"])
 def test_the_kernels_fit(target):
-    for launch in calls(target):
+    for launch in launches(target, partial(prefill, USUAL, BFLOAT16)):
         used, kernel = resources(compile_for(launch, target)), launch.kernel.name
         assert used.shared <= 1024 * SHARED[target], f"{kernel}: {used}"
         if target == "sm_90":
@@ -60,7 +107,7 @@ def test_no_operand_is_the_transpose_of_what_a_product_made():
     the other's products still read (triton-lang/triton 11047).
     """
     turned = re.compile(r"tt\.trans .*: tensor<\w*x(f32|f16|bf16),")
-    for launch in calls("sm_90"):
+    for launch in launches("sm_90", partial(prefill, USUAL, BFLOAT16)):
         code = compile_for(launch, "sm_90").asm["ttgir"]
         if "warp_group_dot" in code:
             assert not turned.search(code), launch.kernel.name

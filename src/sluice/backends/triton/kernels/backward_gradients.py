@@ -118,12 +118,8 @@ def row_products(
 
 @triton.jit
 def is_hard(hard_ptr, head_v, slot, slots):
-    """Whether a chunk is hard."""
-    if hard_ptr is None:
-        hard: tl.constexpr = False
-    else:
-        hard = tl.load(hard_ptr + head_v.to(tl.int64) * slots + slot) != 0
-    return hard
+    """Whether a chunk is hard. Asked only where there is a ``hard_ptr``: low terms come with it."""
+    return tl.load(hard_ptr + head_v.to(tl.int64) * slots + slot) != 0
 
 
 @triton.jit
@@ -229,9 +225,10 @@ def backward_queries_kernel(
                 read = tl.dot(do, S, acc=read, input_precision=PRECISION)
                 d = load_tile(d_at, t, end, v, stride_d_t, V, BLOCK_V)
                 n = tl.dot(do, tl.trans(d), acc=n, input_precision=PRECISION)
-            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
-                d_at = d_low_ptr + (in_row * HV + head_v) * V
-                n = plus_product(n, do_at, d_at, t, end, HO * V, HV * V, V, BLOCK_V)
+            if hard_ptr is not None:
+                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                    d_at = d_low_ptr + (in_row * HV + head_v) * V
+                    n = plus_product(n, do_at, d_at, t, end, HO * V, HV * V, V, BLOCK_V)
             read = read * (tl.exp2(g2) * scale)[:, None]
             dq += read
             n = n * fade(g2, low, False, g2_low_ptr is not None) * (beta * scale)[None, :]
@@ -376,9 +373,10 @@ def backward_keys_kernel(
                     do = load_tile(do_at, t, end, v, HO * V, V, BLOCK_V)
                     nt = tl.dot(d, tl.trans(do), acc=nt, input_precision=PRECISION)
                 r_q = load_vector(r_q_ptr, token * HQ + head_q, rows)
-                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
-                    low_at = d_low_ptr + (in_row * HV + head_v) * V
-                    nt = plus_product(nt, low_at, do_at, t, end, HV * V, HO * V, V, BLOCK_V)
+                if hard_ptr is not None:
+                    if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                        low_at = d_low_ptr + (in_row * HV + head_v) * V
+                        nt = plus_product(nt, low_at, do_at, t, end, HV * V, HO * V, V, BLOCK_V)
                 nt = (
                     nt
                     * fade(g2, low, True, g2_low_ptr is not None)
@@ -404,13 +402,14 @@ def backward_keys_kernel(
                 dv = load_tile(dv_at, t, end, v, HV * V, V, BLOCK_V)
                 h = tl.dot(dv, tl.trans(d), acc=h, input_precision=PRECISION)
                 ht = tl.dot(d, tl.trans(dv), acc=ht, input_precision=PRECISION)
-            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
-                d_low_at = d_low_ptr + (in_row * HV + head_v) * V
-                v_low_at = dv_low_ptr + (in_row * HV + head_v) * V
-                h = plus_product(h, dv_at, d_low_at, t, end, HV * V, HV * V, V, BLOCK_V)
-                h = plus_product(h, v_low_at, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V)
-                ht = plus_product(ht, d_low_at, dv_at, t, end, HV * V, HV * V, V, BLOCK_V)
-                ht = plus_product(ht, d_at, v_low_at, t, end, stride_d_t, HV * V, V, BLOCK_V)
+            if hard_ptr is not None:
+                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                    d_low_at = d_low_ptr + (in_row * HV + head_v) * V
+                    v_low_at = dv_low_ptr + (in_row * HV + head_v) * V
+                    h = plus_product(h, dv_at, d_low_at, t, end, HV * V, HV * V, V, BLOCK_V)
+                    h = plus_product(h, v_low_at, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V)
+                    ht = plus_product(ht, d_low_at, dv_at, t, end, HV * V, HV * V, V, BLOCK_V)
+                    ht = plus_product(ht, d_at, v_low_at, t, end, stride_d_t, HV * V, V, BLOCK_V)
             h = (
                 tl.where(below, h * -fade(g2, low, False, g2_low_ptr is not None), 0.0)
                 * beta[None, :]
