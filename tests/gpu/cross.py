@@ -110,16 +110,16 @@ def compile_for(call: KernelCall, name: str) -> Any:
         return compiler.cross_compile(variants.variant(call), TARGETS[name])
 
 
-class _Translated(Exception):
+class _TranslatedError(Exception):
     pass
 
 
 def translate_for(call: KernelCall, name: str) -> None:
     """Only the compiler's front end, which takes a fraction of the time: Python to Triton's IR."""
     backend = triton.compiler.compiler.make_backend(TARGETS[name])
-    with mock.patch.object(type(backend), "make_ttir", side_effect=_Translated):
-        with contextlib.suppress(_Translated):
-            compile_for(call, name)
+    stop = mock.patch.object(type(backend), "make_ttir", side_effect=_TranslatedError)
+    with stop, contextlib.suppress(_TranslatedError):
+        compile_for(call, name)
 
 
 def resources(compiled: Any) -> Resources:

@@ -13,11 +13,12 @@ import torch
 
 import sluice
 from sluice import calls
+from sluice.backends.triton import prefill_backward
 from sluice.testing import gradients as exact
 from sluice.testing.compare import assert_same_bits, assert_within
 from tests.suite import DEVICE, backends
 from tests.training.calls import FLOAT32, HALF
-from tests.training.triton_calls import KINDS, HARD, SMALL, WIDE
+from tests.training.triton_calls import HARD, KINDS, SMALL, SPLIT, WIDE, WIDE_SPLIT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning"),
@@ -95,6 +96,35 @@ def test_gradients_of_wide_heads(call, dtype):
 @pytest.mark.parametrize("call", WIDE[:3], ids=str)
 def test_gradients_of_wide_float32_heads(call):
     check(call, torch.float32)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """Split sequences of more than so many tokens, whatever the plan says."""
+    whole = prefill_backward.plan_of
+
+    def by(segment):
+        monkeypatch.setattr(
+            prefill_backward, "plan_of", lambda p: whole(p)._replace(segment=segment)
+        )
+        calls.forget()
+
+    yield by
+    calls.forget()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, half()], ids=str)
+@pytest.mark.parametrize("call", SPLIT, ids=str)
+def test_gradients_of_split_sequences(call, dtype, split):
+    split(64)
+    check(call, dtype)
+
+
+@needs_gpu
+@pytest.mark.parametrize("call", WIDE_SPLIT, ids=str)
+def test_gradients_of_split_sequences_of_wide_heads(call, split):
+    split(128)
+    check(call, half())
 
 
 def test_the_same_bits_each_time():

@@ -35,3 +35,19 @@ WIDE = [
     Call("128, correlated", B=1, T=200, K=128, V=128, keys="correlated", rate=0.01),
     Call("256", B=1, T=70, HV=2, K=256, V=256),
 ]
+SPLIT = [
+    SMALL.of(name="split", T=200, B=2),
+    SMALL.of(name="split, packed", lengths=(5, 0, 130, 64, 65), raw=True),
+    SMALL.of(name="split, kv", T=192, layout="kv", V=16, HK=2, HQ=4),
+    SMALL.of(name="split, gated", T=130, delta=False, state=False),
+    SMALL.of(name="split, repeated", T=130, keys="repeated", rate=0.0, beta="one"),
+]
+"""To be split into segments of 64 tokens."""
+WIDE_SPLIT = [
+    Call("split, 128", B=1, T=500, K=128, V=128),
+    Call("split, 128, packed", lengths=(5, 0, 256, 1, 300), K=128, V=128),
+    Call("split, 128, repeated", T=300, K=128, V=128, keys="repeated", rate=0.0, beta="one"),
+    Call("split, 128, correlated", T=300, K=128, V=128, keys="correlated", rate=0.01),
+    Call("split, 64", B=1, T=500, K=64, V=64, raw=True),
+]
+"""Into segments of 128."""

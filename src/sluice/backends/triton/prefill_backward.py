@@ -1,9 +1,10 @@
 """The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
 
-Five kernels: what depends on no state (two), the states forward, their gradients back, and all
-other gradients, chunk by chunk; with raw gates a sixth sums over chunks. Nothing of the forward
-pass is kept but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V =
-128): the states before and after each chunk 2 each, E 1, P and Bg 0.5 each, factors 0.1.
+Six kernels: what depends on no state (two), the states forward, their gradients back, the gradients
+of queries, and those of keys and gates; with raw gates one more sums over chunks, and long
+sequences of few heads are split by three more. Nothing of the forward pass is kept but its inputs.
+The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the states before and
+after each chunk 2 each, E 1, P and Bg 0.5 each, factors 0.1; segments at most ROOM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from sluice.backends.triton import configs, gpu
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, kernel_call
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
-from sluice.backends.triton.prefill import EXACT, INVERSE, STAGES, units_of
+from sluice.backends.triton.prefill import (
+    EXACT,
+    INVERSE,
+    JOIN_BLOCK_V,
+    SEGMENTS,
+    STAGES,
+    WHOLE,
+    units_of,
+)
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -24,7 +33,8 @@ _FOLDER = "sluice.backends.triton.kernels."
 LOCAL = Kernel(_FOLDER + "backward_chunks", "backward_local_kernel")
 BACKWARD_INVERSE = Kernel(_FOLDER + "backward_chunks", "backward_inverse_kernel")
 STATES = Kernel(_FOLDER + "backward_states", "backward_states_kernel")
-WALK = Kernel(_FOLDER + "backward_states", "backward_walk_kernel")
+JOIN = Kernel(_FOLDER + "backward_states", "backward_join_kernel")
+WALK = Kernel(_FOLDER + "backward_walk", "backward_walk_kernel")
 QUERIES = Kernel(_FOLDER + "backward_gradients", "backward_queries_kernel")
 KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
 SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
@@ -36,14 +46,25 @@ to 3.8 puts no barrier between one group's products and the other's next tile in
 memory (triton-lang/triton 11047)."""
 
 
+STATES_US, WALK_US = (2.7, 1.9), (4.5, 3.5)
+JOIN_US, LAUNCHES_US = 2.0, 12.0
+"""The plan's model, for an H200, in microseconds: a chunk of each walk, and one of its effect; one
+join; three more launches. The forward's were measured; the walk's are in proportion to its
+products."""
+STATE_TOKENS, ROOM = 768, 1.0
+"""A segment's states and transition take as much memory as the values of STATE_TOKENS tokens. All
+segments together may take ROOM times the memory of v."""
+
+
 class Plan(NamedTuple):
     """How the kernels are cut and launched."""
 
     local: Config
     states: Config  # BLOCK_V: value columns per program, of the walk as well
     walk: Config
-    queries: Config  # BLOCK_V: value columns per step, of keys as well
+    queries: Config  # BLOCK_V: value columns per step
     keys: Config
+    segment: int = 0  # tokens; 0: no sequence is split
 
 
 def plan_of(p: DeltaBackwardSpec) -> Plan:
@@ -67,7 +88,32 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
         walk=serial._replace(num_stages=min(stages, 2)),
         queries=last,
         keys=last,
+        segment=0 if wide else best_segment(p, block, gpu.processors(p.device)),
     )
+
+
+def best_segment(p: DeltaBackwardSpec, block: int, processors: int) -> int:
+    """Tokens of a segment by a model of rounds over the SMs; 0: no sequence is split."""
+    sequences = max(p.N, 1)
+    longest = p.T if not p.varlen else -(-p.T // sequences)
+    room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
+    lengths = [s for s in SEGMENTS if s < longest and units_of(p, s, tail=False) <= room]
+    heads, columns = sequences * p.HV, configs.blocks(p.V, block)
+    keys = configs.blocks(p.K, block)
+
+    def cost(segment: int) -> float:
+        (states, effect), (walk, effect_back) = STATES_US, WALK_US
+        if not segment:
+            rounds = configs.blocks(heads * columns, processors)
+            return rounds * configs.blocks(longest, CHUNK) * (states + walk)
+        segments, chunks = configs.blocks(longest, segment), segment // CHUNK
+        effects = configs.blocks(heads * ((segments - 1) * columns + segments * keys), processors)
+        back = configs.blocks(heads * (segments - 1) * columns, processors)
+        rounds = configs.blocks(heads * segments * columns, processors)
+        in_chunks = effects * effect + back * effect_back + rounds * (states + walk)
+        return chunks * in_chunks + segments * JOIN_US + LAUNCHES_US
+
+    return min([0, *lengths], key=cost)
 
 
 class Parts(NamedTuple):
@@ -85,7 +131,6 @@ class Parts(NamedTuple):
     by_beta: Pointer | None  # [parts, HV, tokens]
     g2: Pointer | None  # [HV, tokens]; None without g
     g2_low: Pointer | None  # [HV, tokens]; None without g, unless float32
-    by_write: Pointer | None  # [parts, HV, tokens]
     by_query: Pointer | None  # [HO, tokens]
     by_gate: Pointer | None  # [units, 2, HV]; None without raw gates
     decay_in: Pointer  # [HV, tokens]
@@ -95,9 +140,10 @@ class Parts(NamedTuple):
     r_q: Pointer | None  # [tokens, HQ]
     before: Pointer  # [slots, HV, V, K]: S
     after: Pointer  # [slots, HV, V, K]: dS
+    segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
 
 
-def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
+def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int, segments: int) -> Parts:
     """Lay out the workspace; ``parts`` programs share the value columns of a head."""
     tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N
     exact, gated, delta = p.dtype == torch.float32, p.g is not None, p.beta is not None
@@ -120,7 +166,6 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
         by_beta=part(delta, "ws.by_beta", parts, p.HV, tokens),
         g2=part(gated, "ws.g2", p.HV, tokens),
         g2_low=part(gated and exact, "ws.g2_low", p.HV, tokens),
-        by_write=part(gated, "ws.by_write", parts, p.HV, tokens),
         by_query=part(gated, "ws.by_query", p.HO, tokens),
         by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
         decay_in=part(True, "ws.decay_in", p.HV, tokens),
@@ -130,6 +175,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int) -> Parts:
         r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
         before=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
         after=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        segments=part(segments > 0, "ws.segments", segments, p.HV, 2 * p.V + p.K, p.K),
     )
 
 
@@ -158,7 +204,9 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
     p, memory = spec, Binding(spec)
     exact = p.dtype == torch.float32
     columns = configs.blocks(p.V, plan.states.BLOCK_V)
-    w = workspace(p, memory, columns)
+    split = 0 < plan.segment < p.T
+    segments = units_of(p, plan.segment if split else WHOLE, tail=False)
+    w = workspace(p, memory, columns, segments if split else 0)
     units = units_of(p, CHUNK, tail=True)
     BLOCK_K = max(16, configs.power_of_two(p.K))
     sizes = {
@@ -231,7 +279,7 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
             )
         )
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
-    calls += _walks(p, memory, w, plan, sizes, p.N * p.HV * columns)
+    calls += _walks(p, memory, w, plan, sizes, segments, columns)
     calls += _gradients(p, memory, w, plan, sizes, units, columns)
     if w.by_gate is not None:
         calls.append(gate_sums(memory, w.by_gate, units, p.HV))
@@ -244,12 +292,14 @@ def _walks(
     w: Parts,
     plan: Plan,
     sizes: dict[str, Any],
-    programs: int,
+    segments: int,
+    columns: int,
 ) -> list[KernelCall]:
-    """The walk over states, and the one back."""
+    """The walk over states, and the one back; before them, where sequences are split, the states
+    at the borders of segments."""
+    split = w.segments is not None
     common = {
         "k_ptr": memory["k"],
-        "v_ptr": memory["v"],
         "b_ptr": w.b,
         "b_down_ptr": w.b_down,
         "beta32_ptr": w.beta32,
@@ -259,45 +309,78 @@ def _walks(
         "e_ptr": w.e,
         "e_low_ptr": w.e_low,
         "hard_ptr": w.hard,
+        "segments_ptr": w.segments,
+        "segment_size": plan.segment if split else WHOLE,
         **sizes,
         **memory.strides("k", "bth"),
-        **memory.strides("v", "bth"),
         "BLOCK_V": plan.states.BLOCK_V,
         "STATE_KV": p.state_layout == "kv",
     }
-    states = kernel_call(
-        STATES,
-        programs,
-        plan.states,
+
+    def states(effect: bool) -> KernelCall:
+        blocks = columns + configs.blocks(p.K, plan.states.BLOCK_V) if effect else columns
+        return kernel_call(
+            STATES,
+            segments * p.HV * blocks,
+            plan.states,
+            p.device,
+            **common,
+            v_ptr=memory["v"],
+            state_ptr=memory.dense("state"),
+            S_ptr=w.before,
+            **memory.strides("v", "bth"),
+            STAGES=plan.states.num_stages,
+            EFFECT=effect,
+        )
+
+    def walk(effect: bool) -> KernelCall:
+        return kernel_call(
+            WALK,
+            segments * p.HV * columns,
+            plan.walk,
+            p.device,
+            **common,
+            q_ptr=memory["q"],
+            do_ptr=memory["do"],
+            decay_q_ptr=w.decay_q,
+            p_ptr=w.p,
+            p_low_ptr=w.p_low,
+            dv_ptr=memory["dv"],
+            dv_low_ptr=w.dv_low,
+            dS_ptr=w.after,
+            by_beta_ptr=w.by_beta,
+            dfinal_ptr=memory.dense("dfinal"),
+            dstate_ptr=memory["dstate"],
+            **memory.strides("q", "bth"),
+            HQ=p.HQ,
+            STAGES=plan.walk.num_stages,
+            EFFECT=effect,
+        )
+
+    if not split:
+        return [states(False), walk(False)]
+    join = kernel_call(
+        JOIN,
+        p.N * p.HV * configs.blocks(p.V, JOIN_BLOCK_V) * 2,
+        Config(num_warps=8),
         p.device,
-        **common,
+        segments_ptr=w.segments,
         state_ptr=memory.dense("state"),
-        S_ptr=w.before,
-        STAGES=plan.states.num_stages,
-    )
-    walk = kernel_call(
-        WALK,
-        programs,
-        plan.walk,
-        p.device,
-        **common,
-        q_ptr=memory["q"],
-        do_ptr=memory["do"],
-        decay_q_ptr=w.decay_q,
-        p_ptr=w.p,
-        p_low_ptr=w.p_low,
-        dv_ptr=memory["dv"],
-        dv_low_ptr=w.dv_low,
-        dS_ptr=w.after,
-        by_beta_ptr=w.by_beta,
-        by_write_ptr=w.by_write,
         dfinal_ptr=memory.dense("dfinal"),
-        dstate_ptr=memory["dstate"],
-        **memory.strides("q", "bth"),
-        HQ=p.HQ,
-        STAGES=plan.walk.num_stages,
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        N=p.N,
+        T=p.T,
+        segment_size=plan.segment,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BLOCK_K=max(16, configs.power_of_two(p.K)),
+        BLOCK_V=JOIN_BLOCK_V,
+        STAGES=2 if gpu.shared_memory(p.device) >= 160 << 10 else 1,
+        PRECISION=EXACT,
+        STATE_KV=p.state_layout == "kv",
     )
-    return [states, walk]
+    return [states(True), walk(True), join, states(False), walk(False)]
 
 
 def _gradients(
@@ -357,7 +440,6 @@ def _gradients(
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
         dS_ptr=w.after,
-        by_write_ptr=w.by_write,
         by_beta_ptr=w.by_beta,
         dk_ptr=memory["dk"],
         dv_ptr=memory["dv"],

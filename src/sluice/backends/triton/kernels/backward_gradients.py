@@ -17,6 +17,8 @@ operands, which Triton 3.4 to 3.7.0 compiles wrongly for Hopper.
 The log decay of token t gets what spans it and nothing else (G9): no difference of sums is taken.
 """
 
+# ruff: noqa: SIM102 (what a pointer decides is an if of its own)
+
 from __future__ import annotations
 
 import triton
@@ -268,7 +270,6 @@ def backward_keys_kernel(
     S_ptr,  # [B * T // C + N, HV, V, K]
     dS_ptr,
     by_query_ptr,  # [HO, B * T] float32; None without g
-    by_write_ptr,  # [PARTS, HV, B * T] float32; None without g
     by_beta_ptr,  # [PARTS, HV, B * T] float32; None without beta
     beta32_ptr,  # [HV, B * T] float32; None without beta
     g2_ptr,  # None without g
@@ -359,8 +360,17 @@ def backward_keys_kernel(
                 whole += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
             d = load_tile(d_at, t, end, v, stride_d_t, V, BLOCK_V)
             write = tl.dot(d, dS, acc=write, input_precision=PRECISION)
+        if hard_ptr is not None:
+            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                low_at = d_low_ptr + (in_row * HV + head_v) * V
+                for v in tl.range(0, V, BLOCK_V, num_stages=1):
+                    dS = load_state(dS_at, v, K, V, BLOCK_K, BLOCK_V)
+                    d = load_tile(low_at, t, end, v, HV * V, V, BLOCK_V)
+                    write = tl.dot(d, dS, acc=write)
         left = (g2_last - g2) + (low_last - low)
-        dk += write * (beta * tl.exp2(left))[:, None]
+        write = write * (beta * tl.exp2(left))[:, None]
+        dk += write
+        kept = tl.sum(write * k.to(tl.float32), axis=1) * r_k  # what the state asks of decays
 
         if do_ptr is not None:
             for reader in tl.static_range(READERS):
@@ -434,7 +444,6 @@ def backward_keys_kernel(
                     k, k, k_at, k_at, t, end, stride_k_t, stride_k_t, K, BLOCK_K, PRECISION
                 )
                 dg += spanned(h * kk * r_k[:, None] * r_k[None, :], inter)
-            kept = sum_of_parts(by_write_ptr, of_value, rows, HV * tokens, PARTS)
             dg += tl.sum(tl.where(below, kept[None, :], 0.0), axis=1)
             dg += tl.sum(whole) * tl.exp2(g2_last)
             if A_log_ptr is not None:
