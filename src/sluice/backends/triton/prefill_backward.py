@@ -35,6 +35,7 @@ BACKWARD_INVERSE = Kernel(_FOLDER + "backward_chunks", "backward_inverse_kernel"
 STATES = Kernel(_FOLDER + "backward_states", "backward_states_kernel")
 JOIN = Kernel(_FOLDER + "backward_states", "backward_join_kernel")
 WALK = Kernel(_FOLDER + "backward_walk", "backward_walk_kernel")
+PAIRS = Kernel(_FOLDER + "backward_pairs", "backward_pairs_kernel")
 QUERIES = Kernel(_FOLDER + "backward_gradients", "backward_queries_kernel")
 KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
 SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
@@ -62,7 +63,8 @@ class Plan(NamedTuple):
     local: Config
     states: Config  # BLOCK_V: value columns per program, of the walk as well
     walk: Config
-    queries: Config  # BLOCK_V: value columns per step
+    pairs: Config  # BLOCK_V: value columns per step, as in the next two
+    queries: Config
     keys: Config
     segment: int = 0  # tokens; 0: no sequence is split
 
@@ -72,7 +74,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     columns = max(16, configs.power_of_two(p.V))
     if p.dtype == torch.float32:
         few = Config(num_warps=WARPS, BLOCK_V=16)
-        return Plan(few, few, few, few, few)
+        return Plan(few, few, few, few, few, few)
     wide = p.K > 128
     large = gpu.shared_memory(p.device) >= 160 << 10
     rows = 64 if gpu.has_wgmma(p.device) else 32
@@ -86,6 +88,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
         local=Config(num_warps=WARPS, fp_fusion=True),
         states=serial,
         walk=serial._replace(num_stages=min(stages, 2)),
+        pairs=last,
         queries=last,
         keys=last,
         segment=0 if wide else best_segment(p, block, gpu.processors(p.device)),
@@ -124,6 +127,10 @@ class Parts(NamedTuple):
     e_low: Pointer | None  # [tokens, HV, V]
     dv_low: Pointer | None  # [tokens, HV, V]
     hard: Pointer | None  # [HV, slots] int32
+    n: Pointer | None  # [tokens, HO, C]; None without dO
+    n_low: Pointer | None
+    h: Pointer | None  # [tokens, HV, C]; None without beta
+    by_pair: Pointer | None  # [HV, tokens]; None without g
     b: Pointer | None  # [tokens, HV, C]; None without beta
     b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
     beta32: Pointer | None  # [HV, tokens]
@@ -159,6 +166,10 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int, segments: int) 
         e_low=part(lows, "ws.e_low", tokens, p.HV, p.V, dtype=p.dtype),
         dv_low=part(lows, "ws.dv_low", tokens, p.HV, p.V, dtype=p.dtype),
         hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
+        n=part(p.do is not None, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
+        n_low=part(lows and p.do is not None, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
+        h=part(delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
+        by_pair=part(gated, "ws.by_pair", p.HV, tokens),
         b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
         b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
         beta32=part(delta, "ws.beta32", p.HV, tokens),
@@ -392,41 +403,61 @@ def _gradients(
     units: int,
     columns: int,
 ) -> list[KernelCall]:
-    """The gradients of queries, then those of keys and gates."""
+    """What pairs of tokens ask; the gradients of queries, then those of keys and gates."""
     if w.e is None:
-        d_ptr, d = memory["v"], memory.strides("v", "bth", "d")
+        d = {"d_ptr": memory["v"], **memory.strides("v", "bth", "d")}
     else:
         row = p.HV * p.V
-        d_ptr = w.e
-        d = {"stride_d_b": p.T * row if p.B > 1 else 0, "stride_d_t": row, "stride_d_h": p.V}
+        d = {"d_ptr": w.e, "stride_d_b": p.T * row if p.B > 1 else 0}
+        d |= {"stride_d_t": row, "stride_d_h": p.V}
+    d |= {"d_low_ptr": w.e_low}
     common = {
-        "q_ptr": memory["q"],
         "k_ptr": memory["k"],
-        "do_ptr": memory["do"],
-        "d_ptr": d_ptr,
-        "d_low_ptr": w.e_low,
         "hard_ptr": w.hard,
-        "S_ptr": w.before,
-        "beta32_ptr": w.beta32,
-        "g2_ptr": w.g2,
-        "g2_low_ptr": w.g2_low,
-        "r_k_ptr": w.r_k,
-        "r_q_ptr": w.r_q,
-        "by_query_ptr": w.by_query,
-        "scale": p.q_scale,
+        "n_ptr": w.n,
         **sizes,
-        **memory.strides("q", "bth"),
         **memory.strides("k", "bth"),
-        **d,
         "HQ": p.HQ,
     }
+    pairs = kernel_call(
+        PAIRS,
+        units * p.HV,
+        plan.pairs,
+        p.device,
+        **common,
+        **d,
+        do_ptr=memory["do"],
+        dv_ptr=memory["dv"],
+        dv_low_ptr=w.dv_low,
+        p_ptr=w.p,
+        p_low_ptr=w.p_low,
+        beta32_ptr=w.beta32,
+        g2_ptr=w.g2,
+        g2_low_ptr=w.g2_low,
+        r_k_ptr=w.r_k,
+        r_q_ptr=w.r_q,
+        n_low_ptr=w.n_low,
+        h_ptr=w.h,
+        by_pair_ptr=w.by_pair,
+        scale=p.q_scale,
+        BLOCK_V=plan.pairs.BLOCK_V,
+        STAGES=plan.pairs.num_stages,
+    )
     queries = kernel_call(
         QUERIES,
         units * p.HQ,
         plan.queries,
         p.device,
         **common,
+        q_ptr=memory["q"],
+        do_ptr=memory["do"],
+        n_low_ptr=w.n_low,
+        S_ptr=w.before,
+        decay_q_ptr=w.decay_q,
+        r_q_ptr=w.r_q,
         dq_ptr=memory["dq"],
+        by_query_ptr=w.by_query,
+        **memory.strides("q", "bth"),
         BLOCK_V=plan.queries.BLOCK_V,
         STAGES=plan.queries.num_stages,
     )
@@ -436,24 +467,35 @@ def _gradients(
         plan.keys,
         p.device,
         **common,
+        **d,
+        q_ptr=memory["q"],
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
+        h_ptr=w.h,
+        S_ptr=w.before,
         dS_ptr=w.after,
+        by_pair_ptr=w.by_pair,
+        by_query_ptr=w.by_query,
         by_beta_ptr=w.by_beta,
+        beta32_ptr=w.beta32,
+        g2_ptr=w.g2,
+        decay_in_ptr=w.decay_in,
+        decay_out_ptr=w.decay_out,
+        r_k_ptr=w.r_k,
         dk_ptr=memory["dk"],
         dv_ptr=memory["dv"],
-        dv_low_ptr=w.dv_low,
         dg_ptr=memory["dg"],
         dbeta_ptr=memory["dbeta"],
         by_gate_ptr=w.by_gate,
         beta_scale=p.beta_scale,
+        **memory.strides("q", "bth"),
         **memory.strides("g", "bth"),
         BLOCK_V=plan.keys.BLOCK_V,
         STAGES=plan.keys.num_stages,
         PARTS=columns,
     )
-    return [queries, keys]
+    return [pairs, queries, keys]
 
 
 def gate_sums(memory: Binding, parts: Pointer, count: int, HV: int) -> KernelCall:

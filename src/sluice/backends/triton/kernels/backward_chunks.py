@@ -47,12 +47,24 @@ from sluice.backends.triton.kernels.work_units import unit_span
 
 
 @triton.jit
+def tile_at(t, end, d, stride_t, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of tokens t to t + C, columns d to d + BLOCK: a scalar, those in 32 bits, a mask.
+
+    Addresses in 64 bits would fill registers, of which these kernels have none to spare.
+    """
+    offs_c = tl.arange(0, C)
+    offs_d = tl.arange(0, BLOCK)
+    mask = (offs_c < tl.minimum(end - t, C).to(tl.int32))[:, None]
+    if SIZE % BLOCK != 0:
+        mask = mask & (d + offs_d < SIZE)[None, :]
+    return t * stride_t + d, offs_c[:, None] * stride_t + offs_d[None, :], mask
+
+
+@triton.jit
 def load_tile(ptr, t, end, d, stride_t, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens t to t + C of the columns d to d + BLOCK; zeros from ``end`` and from SIZE on."""
-    offs_t = t + tl.arange(0, C)
-    offs_d = d + tl.arange(0, BLOCK)
-    mask = (offs_t < end)[:, None] & (offs_d < SIZE)[None, :]
-    return tl.load(ptr + offs_t[:, None] * stride_t + offs_d[None, :], mask=mask, other=0.0)
+    first, at, mask = tile_at(t, end, d, stride_t, SIZE, BLOCK)
+    return tl.load(ptr + first + at, mask=mask, other=0.0)
 
 
 @triton.jit
