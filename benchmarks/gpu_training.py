@@ -214,13 +214,18 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         {"num_warps": 8},
     ],
     "segment": [{"tokens": n} for n in (0, 1024, 2048, 4096, 8192)],
+    "two per SM": [{"tokens": n} for n in (0, 1024, 2048, 4096)],
 }
 
 
 def changed(plan: Any, kernel: str, change: dict[str, int]) -> Any:
-    """A plan with one thing changed."""
-    if kernel == "segment":
-        return plan._replace(segment=change["tokens"])
+    """A plan with one thing changed; "two per SM" has few enough tiles for two programs at once."""
+    if kernel in ("segment", "two per SM"):
+        plan = plan._replace(segment=change["tokens"])
+        if kernel == "segment":
+            return plan
+        states, walk = plan.states._replace(num_stages=2), plan.walk._replace(num_stages=1)
+        return plan._replace(states=states, walk=walk)
     touched = ("states", "walk") if kernel == "serial" else (kernel,)
     return plan._replace(**{name: getattr(plan, name)._replace(**change) for name in touched})
 
@@ -253,7 +258,8 @@ def plans(name: str) -> None:
             off, text = worst(made, wanted)
             seen = kernels(partial(run, tensors))
             whole = sum(us for _, us in seen)
-            own = {"serial": ("states", "walk"), "plan": ("",), "segment": ("",)}
+            own = {"serial": ("states", "walk")}
+            own |= dict.fromkeys(("plan", "segment", "two per SM"), ("",))
             parts = [(n, us) for n, us in seen if any(k in n for k in own.get(kernel, (kernel,)))]
             told = ", ".join(f"{n.removeprefix('backward_')[:-7]} {us:.0f}" for n, us in parts)
             mark = "" if off <= LIMIT else "WRONG "
