@@ -125,7 +125,8 @@ class Parts(NamedTuple):
     p: Pointer | None  # [tokens, HO, C]; None without dO
     p_low: Pointer | None  # low terms, in hard chunks; None without beta, unless bfloat16
     e_low: Pointer | None  # [tokens, HV, V]
-    dv_low: Pointer | None  # [tokens, HV, V]
+    y: Pointer | None  # [tokens, HV, V]; None without beta
+    y_low: Pointer | None
     hard: Pointer | None  # [HV, slots] int32
     n: Pointer | None  # [tokens, HO, C]; None without dO
     n_low: Pointer | None
@@ -135,7 +136,6 @@ class Parts(NamedTuple):
     b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
     beta32: Pointer | None  # [HV, tokens]
     e: Pointer | None  # [tokens, HV, V]
-    by_beta: Pointer | None  # [parts, HV, tokens]
     g2: Pointer | None  # [HV, tokens]; None without g
     g2_low: Pointer | None  # [HV, tokens]; None without g, unless float32
     by_query: Pointer | None  # [HO, tokens]
@@ -150,8 +150,8 @@ class Parts(NamedTuple):
     segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
 
 
-def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int, segments: int) -> Parts:
-    """Lay out the workspace; ``parts`` programs share the value columns of a head."""
+def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
+    """Lay out the workspace."""
     tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N
     exact, gated, delta = p.dtype == torch.float32, p.g is not None, p.beta is not None
 
@@ -164,7 +164,8 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int, segments: int) 
         p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
         p_low=part(lows and p.do is not None, "ws.p_low", tokens, p.HO, CHUNK, dtype=p.dtype),
         e_low=part(lows, "ws.e_low", tokens, p.HV, p.V, dtype=p.dtype),
-        dv_low=part(lows, "ws.dv_low", tokens, p.HV, p.V, dtype=p.dtype),
+        y=part(delta, "ws.y", tokens, p.HV, p.V, dtype=p.dtype),
+        y_low=part(lows, "ws.y_low", tokens, p.HV, p.V, dtype=p.dtype),
         hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
         n=part(p.do is not None, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
         n_low=part(lows and p.do is not None, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
@@ -174,7 +175,6 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, parts: int, segments: int) 
         b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
         beta32=part(delta, "ws.beta32", p.HV, tokens),
         e=part(delta, "ws.e", tokens, p.HV, p.V, dtype=p.dtype),
-        by_beta=part(delta, "ws.by_beta", parts, p.HV, tokens),
         g2=part(gated, "ws.g2", p.HV, tokens),
         g2_low=part(gated and exact, "ws.g2_low", p.HV, tokens),
         by_query=part(gated, "ws.by_query", p.HO, tokens),
@@ -217,7 +217,7 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
     columns = configs.blocks(p.V, plan.states.BLOCK_V)
     split = 0 < plan.segment < p.T
     segments = units_of(p, plan.segment if split else WHOLE, tail=False)
-    w = workspace(p, memory, columns, segments if split else 0)
+    w = workspace(p, memory, segments if split else 0)
     units = units_of(p, CHUNK, tail=True)
     BLOCK_K = max(16, configs.power_of_two(p.K))
     sizes = {
@@ -291,7 +291,7 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
         )
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
     calls += _walks(p, memory, w, plan, sizes, segments, columns)
-    calls += _gradients(p, memory, w, plan, sizes, units, columns)
+    calls += _gradients(p, memory, w, plan, sizes, units)
     if w.by_gate is not None:
         calls.append(gate_sums(memory, w.by_gate, units, p.HV))
     return Launches(spec, memory, calls)
@@ -317,8 +317,6 @@ def _walks(
         "decay_in_ptr": w.decay_in,
         "decay_out_ptr": w.decay_out,
         "g2_ptr": w.g2,
-        "e_ptr": w.e,
-        "e_low_ptr": w.e_low,
         "hard_ptr": w.hard,
         "segments_ptr": w.segments,
         "segment_size": plan.segment if split else WHOLE,
@@ -337,6 +335,8 @@ def _walks(
             p.device,
             **common,
             v_ptr=memory["v"],
+            e_ptr=w.e,
+            e_low_ptr=w.e_low,
             state_ptr=memory.dense("state"),
             S_ptr=w.before,
             **memory.strides("v", "bth"),
@@ -357,9 +357,9 @@ def _walks(
             p_ptr=w.p,
             p_low_ptr=w.p_low,
             dv_ptr=memory["dv"],
-            dv_low_ptr=w.dv_low,
+            y_ptr=w.y,
+            y_low_ptr=w.y_low,
             dS_ptr=w.after,
-            by_beta_ptr=w.by_beta,
             dfinal_ptr=memory.dense("dfinal"),
             dstate_ptr=memory["dstate"],
             **memory.strides("q", "bth"),
@@ -401,7 +401,6 @@ def _gradients(
     plan: Plan,
     sizes: dict[str, Any],
     units: int,
-    columns: int,
 ) -> list[KernelCall]:
     """What pairs of tokens ask; the gradients of queries, then those of keys and gates."""
     if w.e is None:
@@ -427,8 +426,8 @@ def _gradients(
         **common,
         **d,
         do_ptr=memory["do"],
-        dv_ptr=memory["dv"],
-        dv_low_ptr=w.dv_low,
+        y_ptr=w.y,
+        y_low_ptr=w.y_low,
         p_ptr=w.p,
         p_low_ptr=w.p_low,
         beta32_ptr=w.beta32,
@@ -439,9 +438,12 @@ def _gradients(
         n_low_ptr=w.n_low,
         h_ptr=w.h,
         by_pair_ptr=w.by_pair,
+        dbeta_ptr=memory["dbeta"],
         scale=p.q_scale,
+        beta_scale=p.beta_scale,
         BLOCK_V=plan.pairs.BLOCK_V,
         STAGES=plan.pairs.num_stages,
+        RAW_BETA=p.raw_gates,
     )
     queries = kernel_call(
         QUERIES,
@@ -477,23 +479,19 @@ def _gradients(
         dS_ptr=w.after,
         by_pair_ptr=w.by_pair,
         by_query_ptr=w.by_query,
-        by_beta_ptr=w.by_beta,
         beta32_ptr=w.beta32,
         g2_ptr=w.g2,
         decay_in_ptr=w.decay_in,
         decay_out_ptr=w.decay_out,
         r_k_ptr=w.r_k,
+        y_ptr=w.y,
         dk_ptr=memory["dk"],
-        dv_ptr=memory["dv"],
         dg_ptr=memory["dg"],
-        dbeta_ptr=memory["dbeta"],
         by_gate_ptr=w.by_gate,
-        beta_scale=p.beta_scale,
         **memory.strides("q", "bth"),
         **memory.strides("g", "bth"),
         BLOCK_V=plan.keys.BLOCK_V,
         STAGES=plan.keys.num_stages,
-        PARTS=columns,
     )
     return [pairs, queries, keys]
 

@@ -209,19 +209,16 @@ def backward_keys_kernel(
     dS_ptr,
     by_pair_ptr,  # [HV, B * T] float32; None without g
     by_query_ptr,  # [HO, B * T] float32; None without g
-    by_beta_ptr,  # [PARTS, HV, B * T] float32; None without beta
     beta32_ptr,  # [HV, B * T] float32; None without beta
     g2_ptr,  # None without g
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
     decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
     r_k_ptr,  # [B * T, HK] float32; None without norm
     dk_ptr,  # [B, T, HK, K]
-    dv_ptr,  # [B, T, HV, V], read
+    y_ptr,  # [B * T, HV, V]: Y; None without beta
     dg_ptr,  # [B, T, HV]; None without g
-    dbeta_ptr,  # [B, T, HV]; None without beta
     by_gate_ptr,  # [units, 2, HV] float32: Σ g dg and Σ da of each chunk; None: no raw gates
     cu_seqlens_ptr,
-    beta_scale,
     N,
     T,
     tokens,
@@ -245,7 +242,6 @@ def backward_keys_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -313,12 +309,13 @@ def backward_keys_kernel(
                 dk = tl.dot(tl.trans(n), q, acc=dk, input_precision=PRECISION)
 
         if beta32_ptr is not None:
-            dv_at = dv_ptr + (in_row * HV + head_v) * V
+            y_at = y_ptr + (in_row * HV + head_v) * V
             read = state_products(
-                tl.zeros([C, BLOCK_K], tl.float32), dv_at, S_at, t, end, HV * V,
+                tl.zeros([C, BLOCK_K], tl.float32), y_at, S_at, t, end, HV * V,
                 K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
             )  # fmt: skip
-            read = read * -load_vector(decay_in_ptr, of_value, rows)[:, None]
+            beta = load_vector(beta32_ptr, of_value, rows)
+            read = read * (-beta * load_vector(decay_in_ptr, of_value, rows))[:, None]
             if g2_ptr is not None:
                 x = load_again(k_at, t, end, stride_k_t, K, BLOCK_K)
                 dg += tl.cumsum(tl.sum(read * x, axis=1), axis=0, reverse=True)
@@ -327,12 +324,6 @@ def backward_keys_kernel(
             k = load_tile(k_at, t, end, 0, stride_k_t, K, BLOCK_K)
             dk = tl.dot(h, k, acc=dk, input_precision=PRECISION)
             dk = tl.dot(tl.trans(h), k, acc=dk, input_precision=PRECISION)
-            dbeta = sum_of_parts(by_beta_ptr, of_value, rows, HV * tokens, PARTS)
-            if A_log_ptr is not None:
-                beta = load_vector(beta32_ptr, of_value, rows)
-                dbeta *= beta * (1.0 - beta / beta_scale)
-            at = dbeta_ptr + token * HV + head_v
-            tl.store(at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows)
 
         if g2_ptr is not None:
             of_output = (head_v * READERS).to(tl.int64) * tokens + token

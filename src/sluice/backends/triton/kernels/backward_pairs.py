@@ -5,8 +5,9 @@ inverse lengths of queries and keys, or ones:
 
     N = s r_q (dO Dᵀ ∘ Γ) r_k,     H = −r_k strictLower(dV Dᵀ ∘ Γ) r_k
 
-Both are stored for the gradients of queries and keys (backward_gradients.py). The log decay of a
-token gets what spans it and nothing else: no difference of sums is taken.
+Both are stored for the gradients of queries and keys (backward_gradients.py). With D = beta E and
+dV = beta Y, dbeta is the diagonal of Y Eᵀ. The log decay of a token gets what spans it and nothing
+else: no difference of sums is taken.
 """
 # ruff: noqa: SIM102 (what a pointer decides is an if of its own)
 
@@ -88,8 +89,8 @@ def backward_pairs_kernel(
     do_ptr,  # [B, T, HO, V]; None: zeros
     d_ptr,  # [B, T, HV, V]: E; v without beta
     d_low_ptr,  # [B * T, HV, V]: low terms of E in hard chunks; None: there are none
-    dv_ptr,  # [B, T, HV, V]
-    dv_low_ptr,  # [B * T, HV, V]
+    y_ptr,  # [B * T, HV, V]: Y; None without beta
+    y_low_ptr,  # its low terms in hard chunks
     p_ptr,  # [B * T, HO, C]: P; None without dO
     p_low_ptr,  # its low terms in hard chunks
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
@@ -102,8 +103,10 @@ def backward_pairs_kernel(
     n_low_ptr,  # its low terms in hard chunks
     h_ptr,  # [B * T, HV, C]: H; None without beta
     by_pair_ptr,  # [HV, B * T] float32: what pairs ask of decays; None without g
+    dbeta_ptr,  # [B, T, HV]; None without beta
     cu_seqlens_ptr,
     scale,
+    beta_scale,
     N,
     T,
     tokens,
@@ -122,6 +125,7 @@ def backward_pairs_kernel(
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    RAW_BETA: tl.constexpr,
 ):
     HO: tl.constexpr = HQ if HQ > HV else HV
     READERS: tl.constexpr = HO // HV
@@ -175,15 +179,21 @@ def backward_pairs_kernel(
                     rest = (n - high.to(tl.float32)).to(n_low_ptr.dtype.element_ty)
                     tl.store(n_low_ptr + in_n + in_chunk, rest, mask=rows[:, None])
     if h_ptr is not None:
-        dv_at = dv_ptr + (in_row * HV + head_v) * V
-        h = row_products(dv_at, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V, STAGES, PRECISION)
+        y_at = y_ptr + (in_row * HV + head_v) * V
+        h = row_products(y_at, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V, STAGES, PRECISION)
         if hard_ptr is not None:
             if is_hard(hard_ptr, head_v, slot, tokens // C + N):
-                v_low = dv_low_ptr + (in_row * HV + head_v) * V
-                h += row_products(dv_at, low_at, t, end, HV * V, HV * V, V, BLOCK_V, 1, "tf32")
-                h += row_products(v_low, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V, 1, "tf32")
+                y_low = y_low_ptr + (in_row * HV + head_v) * V
+                h += row_products(y_at, low_at, t, end, HV * V, HV * V, V, BLOCK_V, 1, "tf32")
+                h += row_products(y_low, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V, 1, "tf32")
+        dbeta = tl.sum(tl.where(offs_c[:, None] == offs_c[None, :], h, 0.0), axis=1)
+        if RAW_BETA:
+            beta = load_vector(beta32_ptr, of_value, rows)
+            dbeta *= beta * (1.0 - beta / beta_scale)
+        at = dbeta_ptr + token * HV + head_v
+        tl.store(at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows)
         h = h * -fade(g2, low, g2_low_ptr is not None)
-        h = h * r_k[:, None] * by_column[None, :]
+        h = h * by_column[:, None] * by_column[None, :]
         h = tl.where(offs_c[:, None] > offs_c[None, :], h, 0.0)
         at = h_ptr + ((in_row + t) * HV + head_v) * C + offs_c[:, None] * (HV * C) + offs_c[None, :]
         tl.store(at, h.to(h_ptr.dtype.element_ty), mask=rows[:, None])

@@ -7,8 +7,8 @@ One program owns BLOCK_V value columns of one value head over one segment of a s
     dD = Pᵀ dO + e^(γ_C−γ) K dS,     Y = dD − Bgᵀ (beta dD),     dV = beta Y
     dS <- e^γ_C dS + Qᵀ (s e^γ dO) − Kᵀ (e^γ dV)
 
-The gradient of the state after each chunk is stored in the dtype of the inputs, and per token and
-tile of columns its share of dbeta. With EFFECT nothing is stored but dS_zero of the segment.
+The gradient of the state after each chunk is stored in the dtype of the inputs, and so is Y, for
+nothing can be divided by beta. With EFFECT nothing is stored but dS_zero of the segment.
 """
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
 
@@ -46,15 +46,13 @@ def backward_walk_kernel(
     decay_out_ptr,
     decay_q_ptr,  # [HO, B * T] float32
     g2_ptr,  # None without g
-    e_ptr,  # [B * T, HV, V]: E; None without beta
-    e_low_ptr,  # the same: its low terms in hard chunks; None: there are none
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     p_ptr,  # [B * T, HO, C]; None without dO
     p_low_ptr,
     dv_ptr,  # [B, T, HV, V]: dV
-    dv_low_ptr,  # [B * T, HV, V]; None: there are none
+    y_ptr,  # [B * T, HV, V]: Y; None without beta
+    y_low_ptr,  # the same: its low terms in hard chunks; None: there are none
     dS_ptr,  # [B * T // C + N, HV, V, K]: the gradient of the state after each chunk
-    by_beta_ptr,  # [BLOCKS, HV, B * T] float32: shares of Σ_v Y E; None without beta
     dfinal_ptr,  # [N, HV, V, K] or [N, HV, K, V]; None: zeros
     dstate_ptr,  # the same; None: not wanted
     segments_ptr,  # [segments, HV, 2 * V + K, K] float32: S, transition, dS; None: no split
@@ -120,7 +118,6 @@ def backward_walk_kernel(
     k_ptr += batch * stride_k_b + (head_v // (HV // HK)) * stride_k_h + first * stride_k_t
     dv_ptr += (token * HV + head_v) * V
     of_head = head_v.to(tl.int64) * tokens + token
-    of_part = (pid_v * HV).to(tl.int64) * tokens + of_head
     decay_in_ptr += of_head
     decay_out_ptr += of_head
     if g2_ptr is not None:
@@ -128,11 +125,9 @@ def backward_walk_kernel(
     if b_ptr is not None:
         b_ptr += (token * HV + head_v) * C
         beta32_ptr += of_head
-        by_beta_ptr += of_part
-        e_ptr += (token * HV + head_v) * V
+        y_ptr += (token * HV + head_v) * V
         if hard_ptr is not None:
-            e_low_ptr += (token * HV + head_v) * V
-            dv_low_ptr += (token * HV + head_v) * V
+            y_low_ptr += (token * HV + head_v) * V
             hard_ptr += head_v.to(tl.int64) * (tokens // C + N) + token // C + seq
         if b_down_ptr is not None:
             b_down_ptr += of_head
@@ -174,23 +169,15 @@ def backward_walk_kernel(
             b = load_rows(b_at, offs_c, offs_c, HV * C, rows, C, C)
             dv -= resolved(dv * beta[None, :], b, scale_of(b_down_ptr, t), True, PRECISION)
             if not EFFECT:
-                in_e = wide_t * (HV * V)
-                e = load_rows(e_ptr + in_e, offs_c, offs_v, HV * V, rows, V, BLOCK_V)
-                e = plus_values(tl.zeros([BLOCK_V, C], tl.float32), e, one)
+                in_v = wide_t * (HV * V)
+                store_columns(y_ptr + in_v, dv, offs_c, offs_v, HV * V, rows, V)
                 if hard_ptr is not None:
-                    if hard:
-                        e_low = load_rows(
-                            e_low_ptr + in_e, offs_c, offs_v, HV * V, rows, V, BLOCK_V
-                        )
-                        e = plus_values(e, e_low, one)
-                tl.store(by_beta_ptr + t + offs_c, tl.sum(dv * e, axis=0), mask=rows)
+                    low = dv - dv.to(y_ptr.dtype.element_ty).to(tl.float32)
+                    store_columns(y_low_ptr + in_v, low, offs_c, offs_v, HV * V, rows & hard, V)
             dv *= beta[None, :]
         if not EFFECT:
-            in_v = wide_t * (HV * V)
-            store_columns(dv_ptr + in_v, dv, offs_c, offs_v, HV * V, rows, V)
-            if hard_ptr is not None:
-                low = dv - dv.to(dv_ptr.dtype.element_ty).to(tl.float32)
-                store_columns(dv_low_ptr + in_v, low, offs_c, offs_v, HV * V, rows & hard, V)
+            at = dv_ptr + wide_t * (HV * V)
+            store_columns(at, dv, offs_c, offs_v, HV * V, rows, V)
         dS = dS * decay_of(g2_ptr, t + left - 1)
         if b_ptr is not None:
             decay_in = load_factors(decay_in_ptr, t, offs_f, left)
