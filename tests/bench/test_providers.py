@@ -17,16 +17,16 @@ from sluice.bench.providers.base import Call, Job
 from sluice.bench.session import Session
 
 CPU = {
-    "sluice": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer",
+    "sluice": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer train",
     "sluice:separate": "conv_qkv step layer",
     "sluice:invariant": "prefill",
-    "transformers": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
+    "transformers": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer train",
     "onnxruntime": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
     "torch": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer",
 }
 GPU = {
-    "fla": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
-    "flashqla": "prefill layer",
+    "fla": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer train",
+    "flashqla": "prefill layer train",
     "flashinfer": "prefill decode verify layer",
     "causal-conv1d": "causal_conv1d",
 }
@@ -39,6 +39,7 @@ SIZES = {
     "rms_norm_gated": ("3",),
     "step": ("N=3",),
     "layer": ("2x9",),
+    "train": ("70", "2x33", "20+1+9"),
 }
 
 

@@ -35,9 +35,10 @@ pytestmark = [
 ]
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 SPILLS = {
-    "backward_walk_kernel": 384,
-    "backward_queries_kernel": 768,
-    "backward_keys_kernel": 1408,
+    "backward_walk_kernel": 192,
+    "backward_pairs_kernel": 64,
+    "backward_queries_kernel": 64,
+    "backward_keys_kernel": 832,
 }
 """Bytes of stack per thread on Hopper."""
 USUAL = Call("usual", B=1, T=2048, K=128, V=128)

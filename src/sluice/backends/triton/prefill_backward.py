@@ -1,10 +1,11 @@
 """The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
 
-Six kernels: what depends on no state (two), the states forward, their gradients back, the gradients
-of queries, and those of keys and gates; with raw gates one more sums over chunks, and long
-sequences of few heads are split by three more. Nothing of the forward pass is kept but its inputs.
-The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the states before and
-after each chunk 2 each, E 1, P and Bg 0.5 each, factors 0.1; segments at most ROOM.
+Seven kernels: what depends on no state (two), the states forward, their gradients back, pairs of
+tokens, the gradients of queries, and those of keys and gates; with raw gates one more sums over
+chunks, and long sequences of few heads are split by three more. Nothing of the forward pass is kept
+but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the
+states before and after each chunk 2 each, E and Y 1 each, P, Bg, N and H 0.5 each, factors 0.1; low
+terms 3 with bfloat16; segments at most ROOM.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def backward_walk_kernel(
                     store_columns(y_low_ptr + in_v, low, offs_c, offs_v, HV * V, rows & hard, V)
             dv *= beta[None, :]
         if not EFFECT:
-            at = dv_ptr + wide_t * (HV * V)
-            store_columns(at, dv, offs_c, offs_v, HV * V, rows, V)
+            in_v = wide_t * (HV * V)
+            store_columns(dv_ptr + in_v, dv, offs_c, offs_v, HV * V, rows, V)
         dS = dS * decay_of(g2_ptr, t + left - 1)
         if b_ptr is not None:
             decay_in = load_factors(decay_in_ptr, t, offs_f, left)
