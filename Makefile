@@ -13,6 +13,8 @@ RESULTS     ?= benchmarks/results
 REPOSITORY  ?=
 # distributions that `make wheel` builds: this one, and compiled kernels if `make kernels` made some
 PACKAGES    ?= . $(patsubst %/sluice_kernels/manifest.json,%,$(wildcard packages/kernels/sluice_kernels/manifest.json))
+# interpreters that the wheels are tried with, by `make wheel`; this one by default
+PYTHONS     ?=
 # of `make kernels`: the release of Triton that compiles them, and what packages/kernels/build.py takes
 KERNELS_BY   := 3.6.0
 KERNELS_ARGS ?=
@@ -37,7 +39,7 @@ WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu sanitize-gpu lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu test-shipped sanitize-gpu lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +106,14 @@ test-gpu:  ## the contract, every row of reliability, what is promised on a GPU,
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
 	  $(PYTEST_ARGS)
 
+# once with Triton, which compiles what the tests need, then where no process can import it
+test-shipped:  ## the contract on shipped kernels, without Triton, on this GPU
+	kept=$$(mktemp -d); $(ONE_THREAD) PYTHONPATH=.:src $(PYTHON) -m pytest -n $(GPU_WORKERS) \
+	  -p tests.gpu.shipping --keep-kernels $$kept tests/test_contract.py tests/test_prefill_*.py && \
+	PYTHONPATH=.:src $(PYTHON) -m tests.gpu.shipping $$kept && \
+	$(ONE_THREAD) PYTHONPATH=tests/gpu/triton_is_missing:src SLUICE_KERNELS=$$kept \
+	  $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/test_contract.py tests/test_prefill_*.py
+
 sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
 	for tool in memcheck synccheck initcheck; do \
 	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
@@ -135,7 +145,7 @@ wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty
 	  SLUICE_REPOSITORY=$(REPOSITORY) $(PY) -m build --no-isolation --outdir dist $$package || exit 1; \
 	done
 	$(VENV)/bin/twine check --strict dist/*
-	$(PY) tools/check_dist.py dist
+	$(PY) tools/check_dist.py dist $(PYTHONS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) $(VENV)-engines build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -283,15 +283,16 @@ def test_hard_and_ordinary_chunks_take_turns(backend):
 
 def cut_by_triton(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make Triton cut sequences into these segments, and look two chunks ahead where possible."""
-    import triton.language as tl
-
     from sluice.backends.triton import interpreted, prefill
-    from sluice.backends.triton.kernels import prefill_chunk_loop
 
     plan = prefill.Plan(segment, 32, 4, 2)
     calls.forget()  # what was bound by another plan
     monkeypatch.setattr(prefill, "best_plan", lambda p, processors: plan)
     if interpreted():
+        import triton.language as tl
+
+        from sluice.backends.triton.kernels import prefill_chunk_loop
+
         monkeypatch.setattr(prefill_chunk_loop, "RUN", tl.constexpr(2))
 
 

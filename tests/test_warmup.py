@@ -58,6 +58,15 @@ def test_drafts_as_engines_keep_them_are_compiled_when_asked_for():
         assert "decode_states" in kernels()
 
 
+def test_checkpoints_are_compiled_when_asked_for():
+    few = {form.name for form in module.forms(*WHAT)}
+    more = [f for f in module.forms(*WHAT, checkpoints=True) if f.name not in few]
+    specs = [form.spec(CPU) for form in more]
+    assert {spec.op for spec in specs} == {"prefill", "conv_qkv"}
+    for op in ("prefill", "conv_qkv"):
+        assert {s.checkpoints for s in specs if s.op == op} == {"every", "positions"}
+
+
 def test_the_dtypes_asked_for_are_those_of_the_tensors():
     bf16, int32 = torch.bfloat16, torch.int32
     kinds = module.Kinds(bf16, FP32, bf16, "kv", int32)

@@ -2,7 +2,7 @@
 
     python packages/kernels/build.py [--targets sm_90a,sm_80] [--models qwen3.5-27b] [--tp 1,2,4,8]
 
-Every kernel that ``sluice warmup`` names is compiled, for bfloat16 and float16 inputs, float32 and
+Every kernel that ``sluice warmup --checkpoints`` names is compiled, for bfloat16 and float16 inputs, float32 and
 bfloat16 states, int32 and int64 slots. Two builds give the same bytes. Triton keeps what it
 compiled, so a build that was interrupted goes on where it stopped.
 """
@@ -47,8 +47,8 @@ FACTS = {
     "sm_100": gpu.Facts((10, 0), 148, 227 << 10),
     "sm_120": gpu.Facts((12, 0), 188, 99 << 10),
 }
-RUN: dict[str, str] = {}
-"""Targets whose package ran on a GPU, and on which; the others were compiled, no more."""
+RUN = {"sm_90a": "run on an H200"}
+"""Targets whose kernels ran on a GPU; the others were compiled, no more."""
 DTYPES = (torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 SLOT_DTYPES = (torch.int32, torch.int64)
@@ -71,7 +71,7 @@ def needed(target: str, of: Iterable[QwenShape]) -> list[variants.Variant]:
         for shape, *kinds in itertools.product(of, DTYPES, STATE_DTYPES, SLOT_DTYPES):
             dtype, state_dtype, slots_dtype = kinds
             told = Kinds(dtype, dtype, state_dtype, "vk", slots_dtype)
-            for form in forms(shape, 1, DEVICE, told):
+            for form in forms(shape, 1, DEVICE, told, checkpoints=True):
                 spec = form.spec(DEVICE)
                 for call in kernel_calls(spec):
                     found.setdefault(variants.variant(call))

@@ -89,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument(
         "--slots-dtype", choices=("int64", "int32"), default="int64", help="(int64)"
     )
+    tokens = "tokens a row with drafts, as engines keep them (none)"
+    warmup.add_argument("--drafts", type=_count, default=0, metavar="T", help=tokens)
+    warmup.add_argument("--checkpoints", action="store_true", help="what prefix caching needs, too")
     warmup.set_defaults(command=_warmup)
 
     export = commands.add_parser(
@@ -183,7 +186,8 @@ def _warmup(args: argparse.Namespace) -> int:
 
     def make() -> tuple[list[ModelCall], torch.device]:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return list(forms(model, args.tp, device, kinds)), device
+        more = (args.drafts, args.checkpoints)
+        return list(forms(model, args.tp, device, kinds, *more)), device
 
     others = [] if args.device == "cpu" else compile_aside(make)
     if args.device is not None:

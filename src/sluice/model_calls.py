@@ -47,7 +47,13 @@ class ModelCall(NamedTuple):
         return found[0].spec.on(device)
 
 
-FORMS = {"decode_each": "decode", "conv_qkv_start": "conv_qkv", "verify_buffered": "verify"}
+FORMS = {
+    "decode_each": "decode",
+    "conv_qkv_start": "conv_qkv",
+    "conv_qkv_kept": "conv_qkv",
+    "prefill_kept": "prefill",
+    "verify_buffered": "verify",
+}
 """Further ways of calling an operator."""
 
 
@@ -192,6 +198,26 @@ class ModelCalls:
         if packed:
             return self.tokens(1, N * T), {**self.state, **self.packed(N, T)}
         return self.tokens(N, T), self.state
+
+    def kept(self, N: int, every: int | None) -> dict[str, Any]:
+        """One checkpoint in each of N padded rows; ``every`` None: by its position."""
+        slots = torch.full((N, 1), -1, dtype=self.kinds.slots_dtype, device=self.device)
+        if every is not None:
+            return {"checkpoints": ops.Checkpoints(slots, every=every)}
+        positions = torch.zeros(N, 1, dtype=torch.int32, device=self.device)
+        return {"checkpoints": ops.Checkpoints(slots, positions=positions)}
+
+    def prefill_kept(self, N: int, T: int, every: int | None) -> tuple[Any, dict[str, Any]]:
+        """Packed ``prefill`` that keeps states for a prefix cache."""
+        arguments, options = self.prefill(N, T, True)
+        return arguments, {**options, **self.kept(N, every)}
+
+    def conv_qkv_kept(
+        self, N: int, T: int, every: int | None, beside: bool = False
+    ) -> tuple[Any, dict[str, Any]]:
+        """Packed ``conv_qkv`` that keeps windows for a prefix cache."""
+        arguments, options = self.conv_qkv(N, T, True, beside)
+        return arguments, {**options, **self.kept(N, every)}
 
     def causal_conv1d(
         self, N: int, T: int, packed: bool | None, beside: bool = False

@@ -44,11 +44,6 @@ def kernels_directory() -> str | None:
     return os.environ.get("SLUICE_KERNELS")
 
 
-def tries_triton() -> bool:
-    """SLUICE_TRY_TRITON: compile Hopper's kernels with a Triton with which they never ran right."""
-    return os.environ.get("SLUICE_TRY_TRITON", "0") not in ("", "0")
-
-
 def triton_interprets() -> bool:
     """Whether TRITON_INTERPRET asks Triton to run kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

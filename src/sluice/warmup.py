@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from sluice import dispatch
+from sluice.contract.chunk_length import CHUNK
 from sluice.contract.names import StateLayout
 from sluice.layers.qwen import QwenShape, preset
 from sluice.model_calls import Kinds, ModelCall, ModelCalls
@@ -38,6 +39,7 @@ def warmup(
     state_layout: StateLayout = "vk",
     slots_dtype: torch.dtype = torch.int64,
     drafts: int = 0,
+    checkpoints: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[tuple[str, str]]:
     """Compile every kernel that a model of these shapes needs. Nothing runs.
@@ -59,6 +61,8 @@ def warmup(
         drafts: also compile what engines with this many tokens a row (one and its drafts) need:
             ``decode`` with a state for each token, ``conv_qkv`` with ``window_start``, ``verify``
             into buffers and ``commit_layers``. 0, the default: none of it.
+        checkpoints: also compile what prefix caching needs: packed ``prefill`` and ``conv_qkv``
+            with checkpoints after every so many chunks, and at positions in int32.
         progress: called with each kernel's name as it is ready.
 
     Returns:
@@ -74,7 +78,7 @@ def warmup(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kinds = Kinds(dtype, gate_dtype or dtype, state_dtype, state_layout, slots_dtype)
     told = None if progress is None else lambda name, done, total: progress(name)
-    return run(list(forms(models, tp, device, kinds, drafts)), device, told)
+    return run(list(forms(models, tp, device, kinds, drafts, checkpoints)), device, told)
 
 
 def run(
@@ -131,7 +135,12 @@ def _compile(
 
 
 def forms(
-    models: Models, tp: int, device: torch.device, kinds: Kinds, drafts: int = 0
+    models: Models,
+    tp: int,
+    device: torch.device,
+    kinds: Kinds,
+    drafts: int = 0,
+    checkpoints: bool = False,
 ) -> Iterator[ModelCall]:
     """Every call that compiles a kernel of its own, for each model."""
     if isinstance(models, (str, QwenShape)):
@@ -141,6 +150,8 @@ def forms(
         yield from _forms(ModelCalls(shape, kinds), device)
         if drafts > 0:
             yield from _draft_forms(ModelCalls(shape, kinds), drafts)
+        if checkpoints:
+            yield from _checkpoint_forms(ModelCalls(shape, kinds), device)
 
 
 def _forms(m: ModelCalls, device: torch.device) -> Iterator[ModelCall]:
@@ -154,7 +165,7 @@ def _forms(m: ModelCalls, device: torch.device) -> Iterator[ModelCall]:
         yield m.call("step", f"dense 2 x {T}", 2, T, False)
     for T in (1, 4, 8):
         yield m.call("causal_conv1d", f"pooled 2 x {T}", 2, T, None)
-    long = LONG_PROMPT if device.type == "cuda" else PROMPT
+    long = _long_prompt(device)
     for packed, name in ((True, "packed"), (False, "dense")):
         yield m.call("prefill", f"{name} 2 x {long}", 2, long, packed)
         for T in (*(SHORT_PROMPTS if packed else ()), PROMPT):
@@ -171,3 +182,18 @@ def _draft_forms(m: ModelCalls, T: int) -> Iterator[ModelCall]:
         for op in ("decode_each", "verify_buffered", "commit_layers"):
             yield m.call(op, f"{N} x {T}", N, T)
     yield m.call("conv_qkv_start", f"2 x {T}", 2, T)
+
+
+def _checkpoint_forms(m: ModelCalls, device: torch.device) -> Iterator[ModelCall]:
+    """What prefix caching calls."""
+    long = _long_prompt(device)
+    for every, where in ((CHUNK, "at chunks"), (None, "at positions")):
+        yield m.call("prefill_kept", f"packed 2 x {long}, {where}", 2, long, every)
+        for T in (*SHORT_PROMPTS, PROMPT):
+            yield m.call("conv_qkv_kept", f"packed 2 x {T}, {where}", 2, T, every)
+        what = f"packed 2 x {PROMPT} beside z, {where}"
+        yield m.call("conv_qkv_kept", what, 2, PROMPT, every, True)
+
+
+def _long_prompt(device: torch.device) -> int:
+    return LONG_PROMPT if device.type == "cuda" else PROMPT

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from sluice.integrations import vllm as sluice_plugin
 from sluice.integrations.vllm import private
 from tests.engines import tiny
-from tests.engines.tiny import NEW_TOKENS
+from tests.engines.tiny import NEW_TOKENS, known_answers
 from tests.engines.vllm_engine import NGRAM, Engine, calls, engine
 
 
@@ -91,31 +91,34 @@ def test_drafts_of_which_some_are_rejected(truth):
         assert any("drafts" in kind for kind in calls())
 
 
-def test_bfloat16_is_as_close_to_float32_as_vllms_own(truth):
-    """The spread of bfloat16 is how far vLLM's own kernels are from float32, on average.
+def test_bfloat16_is_as_close_to_float32_as_vllms_own(tmp_path):
+    """Of six random models: where roundings part the ways of one, another's go together.
 
-    vLLM's own CPU kernels take no other dtype.
+    The spread of bfloat16 is how far vLLM's own kernels are from float32, on average. These take no
+    other dtype on a CPU.
     """
-    equal, error = {}, {}
-    for on in (False, True):
-        with engine(truth.folder, on=on, dtype="bfloat16") as e:
-            assert (("sluice" in e.layers()[0]), bool(calls())) == (on, False)
-            outs = e.run(truth.prompts, NEW_TOKENS, logprobs=5)
-        tokens = [o.outputs[0].token_ids for o in outs]
-        equal[on] = sum(
-            a == b
-            for x, y in zip(tokens, truth.tokens, strict=True)
-            for a, b in zip(x, y, strict=True)
-        )
-        error[on] = [
-            abs(got.logprob - float(wanted[token]))
-            for o, wanted in zip(outs, truth.logprobs, strict=True)
-            for token, got in o.outputs[0].logprobs[0].items()
-        ]
+    equal = {False: 0, True: 0}
+    error: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(6):
+        truth = known_answers(str(tmp_path / str(seed)), seed)
+        for on in (False, True):
+            with engine(truth.folder, on=on, dtype="bfloat16") as e:
+                assert (("sluice" in e.layers()[0]), bool(calls())) == (on, False)
+                outs = e.run(truth.prompts, NEW_TOKENS, logprobs=5)
+            equal[on] += sum(
+                a == b
+                for o, y in zip(outs, truth.tokens, strict=True)
+                for a, b in zip(o.outputs[0].token_ids, y, strict=True)
+            )
+            error[on] += [
+                abs(got.logprob - float(wanted[token]))
+                for o, wanted in zip(outs, truth.logprobs, strict=True)
+                for token, got in o.outputs[0].logprobs[0].items()
+            ]
     mean = {on: statistics.mean(x) for on, x in error.items()}
-    noise = statistics.stdev(error[False]) / len(error[False]) ** 0.5
+    print(f"tokens as in float32: {equal}, mean error of log probabilities: {mean}")  # noqa: T201
     assert equal[True] >= equal[False]
-    assert mean[True] <= mean[False] + 2 * noise
+    assert mean[True] <= mean[False]
 
 
 def test_batch_invariant_mode_is_offered_with_vllms_own_metadata():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,3 +99,24 @@ def greedy(
                     if t == 0:
                         first[i] = row.float().log_softmax(-1)
     return found, first
+
+
+class Truth(NamedTuple):
+    """A model on disk, prompts, and what stock transformers in float32 answers them."""
+
+    folder: str
+    model: Any
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logprobs: list[torch.Tensor]  # of the first token, all of the vocabulary
+
+
+def known_answers(folder: str, seed: int) -> Truth:
+    """64 prompts of 1 to 100 tokens; some repeat themselves, so that n-grams find drafts."""
+    torch.set_num_threads(1)
+    made = model(seed)
+    save(made, Path(folder))
+    lengths = [1, 2, 3, 5, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100]
+    asked = prompts(lengths, each=4) + [p * 3 for p in prompts([7, 25], 4, seed=1)]
+    tokens, logprobs = greedy(made, asked, NEW_TOKENS)
+    return Truth(folder, made, asked, tokens, logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,15 @@ def every_size(model: ModelCalls) -> Iterator[ModelCall]:
     for T in TOKENS[6:-1]:  # fewer run as a step; with more, rows lie 2**31 elements apart
         yield model.call("conv_qkv", f"dense 2 x {T}", 2, T, False)
         yield model.call("prefill", f"dense 2 x {T}", 2, T, False)
+
+
+def kept_states(model: ModelCalls) -> Iterator[ModelCall]:
+    """Calls that keep states and windows of prefixes."""
+    for N, T, every in itertools.product(ROWS, TOKENS, (64, 1024, None)):
+        if N * T <= 1 << 18:
+            what = f"{N} x {T} every {every}"
+            yield model.call("prefill_kept", what, N, T, every)
+            yield model.call("conv_qkv_kept", what, N, T, every)
 
 
 def run_layer(model: ModelCalls) -> None:

@@ -1,4 +1,4 @@
-"""A release of Triton that the Hopper kernels never ran right with: refused, or tried if asked."""
+"""A Triton that the Hopper kernels never ran with is tried; a faulty ptxas is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import sluice
 from sluice import calls, dispatch
 from sluice.backends import cuda_driver, hopper
 from sluice.backends import triton as portable
-from sluice.backends.triton import compiler, toolchain, variants
+from sluice.backends.triton import compiler, toolchain, triton_private, variants
 from sluice.layers import QwenShape
 from sluice.model_calls import Kinds, ModelCalls
 from tests.gpu import fake_driver
@@ -53,7 +53,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
         found = fake_driver.install(monkeypatch)
         monkeypatch.setattr(dispatch, "_warned", set())
         monkeypatch.setattr(toolchain, "version", lambda: "99.1.0")
-        monkeypatch.setenv("SLUICE_TRY_TRITON", "1")
+        monkeypatch.setattr(triton_private, "assembler", lambda arch: (13, 4))
         for backend in (hopper, portable):
             monkeypatch.setattr(backend, "DEVICES", ("cpu", "cuda"))
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -89,17 +89,29 @@ def kernels(driver: fake_driver.Driver) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("set_to", ["", "0", None])
-def test_a_release_is_not_tried_unasked(driver, monkeypatch, set_to):
-    """What compiles may still be wrong: with 3.9, two of a thousand repeats differed."""
-    if set_to is None:
-        monkeypatch.delenv("SLUICE_TRY_TRITON")
-    else:
-        monkeypatch.setenv("SLUICE_TRY_TRITON", set_to)
+@pytest.mark.parametrize("ptxas", [(12, 9), (13, 0), (13, 2)])
+def test_a_ptxas_that_makes_wrong_code_is_refused(driver, monkeypatch, ptxas):
+    """What compiles may still be wrong: with 12.9, two of a thousand repeats differed."""
+    monkeypatch.setattr(triton_private, "assembler", lambda arch: ptxas)
     monkeypatch.setattr(hopper, "unavailable", hopper.unable)
     (text,) = slow_path(lambda: [prefill(), prefill()])
-    assert "hopper: ran right with Triton 3.6 alone, found 99.1.0: install sluice-gdn-ker" in text
+    wrong = f"hopper: the ptxas {ptxas[0]}.{ptxas[1]} of Triton 99.1.0 makes wrong code of it: inst"
+    assert wrong in text
     assert kernels(driver) == {"prefill"}
+
+
+@pytest.mark.parametrize("ptxas", [(12, 8), (13, 3), (14, 0), None])
+def test_any_other_ptxas_is_tried(driver, monkeypatch, ptxas):
+    monkeypatch.setattr(triton_private, "assembler", lambda arch: ptxas)
+    monkeypatch.setattr(hopper, "unavailable", hopper.unable)
+    assert slow_path(prefill) == []
+    assert kernels(driver) == {"hopper"}
+
+
+def test_triton_says_which_ptxas_it_has():
+    found = triton_private.assembler(90)
+    assert found is not None
+    assert (12, 8) <= found < (20, 0)
 
 
 def test_a_release_that_works_serves_and_warns_of_nothing(driver):
@@ -169,7 +181,7 @@ def test_what_was_bound_before_is_bound_anew(driver, monkeypatch):
     assert kernels(driver) == {"prefill"}
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.6.7"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.6.7", "3.9.0"])
 def test_with_a_tested_release_an_error_is_an_error(driver, broken, monkeypatch, version):
     monkeypatch.setattr(toolchain, "version", lambda: version)
     for _ in range(2):

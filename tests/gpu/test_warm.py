@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from sluice.calls import Checked
 from sluice.layers import QwenShape
 from sluice.model_calls import Kinds, ModelCalls
 from tests.gpu.cross import bound, gpu_like
-from tests.gpu.sizes import Sliced, every_size, run_layer
+from tests.gpu.sizes import Sliced, every_size, kept_states, run_layer
 
 pytestmark = pytest.mark.skipif(portable.interpreted(), reason="kernels have no signature there")
 
@@ -91,6 +92,30 @@ def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(
         for variant in needed(package, found, device) - warm:
             missing.setdefault(variant, f"layer: {found.spec.op}")
     assert not missing, [(call, nearest(v, warm)) for v, call in missing.items()]
+
+
+@pytest.mark.parametrize("package", ["hopper", "triton"], indirect=True)
+def test_row_10_nor_does_a_call_with_checkpoints(package):
+    """``sluice warmup --checkpoints``."""
+    shape, device = QwenShape("a model", 64, 4, 8, 4, (0, 1, 2)), torch.device("cuda", 0)
+    warm: dict[bool, set[variants.Variant]] = {}
+    for kept in (False, True):
+        specs = [f.spec(device) for f in warmup.forms(shape, 1, device, Kinds(), checkpoints=kept)]
+        warm[kept] = {
+            variants.variant(c)
+            for spec in specs
+            for by in [serves(package, spec)]
+            for c, _ in portable.kernel_calls(by.__name__, by.OPS, [spec])
+        }
+    missing = {kept: set[variants.Variant]() for kept in warm}
+    for model in (ModelCalls(shape), Sliced(shape)):
+        for call in kept_states(model):
+            (found,) = checked(call.run)
+            for kept, variant in product(warm, needed(package, found, device)):
+                if variant not in warm[kept]:
+                    missing[kept].add(variant)
+    assert missing[False]
+    assert not missing[True], [nearest(v, warm[True]) for v in missing[True]]
 
 
 def nearest(variant: variants.Variant, warm: set[variants.Variant]) -> object:

@@ -1,9 +1,9 @@
 """Gluon kernels for Hopper: what they do better than the portable Triton kernels, and no more.
 
 Gluon is experimental, and each release of Triton renames some of it (``kernels/gluon_api.py``). A
-release becomes tested when the suite has run with it on a GPU. With another one, kernels that come
-compiled serve; without these, Triton's kernels do. ``SLUICE_TRY_TRITON=1`` tries such a release: if
-the kernels do not compile or load, the backend gives up for this process and says why.
+release becomes tested when the suite has run with it on a GPU. Another one is tried: if the kernels
+do not compile or load, the backend gives up for this process and says why. A release whose ptxas is
+known to make wrong code is refused. Kernels that come compiled serve with any release.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sluice import settings
 from sluice.backends import Launch, module_of
 from sluice.backends import triton as portable
 from sluice.backends.triton import gpu, shipped, toolchain
@@ -26,9 +25,12 @@ OPS = {"prefill": "prefill"}
 ALIGNED = ("q", "k", "v", "out")
 OLDEST = (3, 6)
 """The first release of Triton whose Gluon has what the kernels use."""
-TESTED = ("3.6",)
-"""Releases with which the kernels ran on a GPU, and ran right. With 3.9 and the ptxas of CUDA 12.9
-up to 2 of 1,000 repeats of a call differed (docs/kernels/triton.md)."""
+TESTED = ("3.6", "3.9")
+"""Releases with which the kernels ran on a GPU, and ran right."""
+FAULTY = ((12, 9), (13, 3))
+"""From this ptxas on, and before that one, the registers of a left operand may be used again before
+the tensor cores have read them: up to 2 of 1,000 repeats of a call differed
+(docs/kernels/triton.md)."""
 TMA_BYTES = 16
 
 _failed: list[str] = []
@@ -76,13 +78,20 @@ def unable() -> str | None:
     found = toolchain.version()
     if found is not None and toolchain.release(found) < OLDEST:
         return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {found}"
-    if untried() is not None and not settings.tries_triton():
-        return (
-            f"ran right with Triton {', '.join(TESTED)} alone, found {found}: install "
-            f"{shipped.DISTRIBUTION}, whose kernels come compiled, or try it with "
-            "SLUICE_TRY_TRITON=1"
-        )
-    return _failed[0] if _failed else toolchain.unable()
+    return _failed[0] if _failed else toolchain.unable() or _misassembles()
+
+
+def _misassembles() -> str | None:
+    """That Triton's ptxas for Hopper is one of those that make wrong code of these kernels."""
+    from sluice.backends.triton import triton_private
+
+    ptxas = triton_private.assembler(90)
+    if ptxas is None or not FAULTY[0] <= ptxas < FAULTY[1]:
+        return None
+    return (
+        f"the ptxas {ptxas[0]}.{ptxas[1]} of Triton {toolchain.version()} makes wrong code of it: "
+        f"install {shipped.DISTRIBUTION}, whose kernels come compiled, or Triton {TESTED[-1]}"
+    )
 
 
 def untried() -> str | None:

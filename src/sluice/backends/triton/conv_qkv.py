@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.arguments import Binding, Kernel, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
 from sluice.backends.triton.conv import average, shared, units
 from sluice.backends.triton.launch import Launches
 from sluice.contract.spec import ConvQkvSpec
 
 CONV_QKV = Kernel("sluice.backends.triton.kernels.conv_qkv", "conv_qkv_kernel")
+FEW_HEADS = 16
+"""Gates of fewer heads take the kernel of so many."""
 
 
 def constant_steps(p: ConvQkvSpec, config: configs.Config) -> dict[str, int]:
@@ -36,10 +38,10 @@ def launches(spec: ConvQkvSpec) -> Launches:
     """The kernel of ``conv_qkv``."""
     memory, p = Binding(spec), spec
     config = configs.conv_qkv(p.K, p.V, average(p), p.x.dtype.itemsize)
-    gates = p.g is not None or p.beta is not None
+    parts = 2 * p.HK + p.HV + (p.g is not None or p.beta is not None)
     call = kernel_call(
         CONV_QKV,
-        units(p, config.UNIT_T) * (2 * p.HK + p.HV + gates),
+        units(p, config.UNIT_T) * parts,
         config,
         p.device,
         **shared(p, memory),
@@ -62,12 +64,13 @@ def launches(spec: ConvQkvSpec) -> Launches:
         **memory.strides("beta", "bth"),
         HK=p.HK,
         HV=p.HV,
+        inverse_parts=inverse(parts),
         K=p.K,
         V=p.V,
         UNIT_T=config.UNIT_T,
         BLOCK_T=config.BLOCK_T,
         BLOCK_D=config.BLOCK_D,
-        BLOCK_H=configs.power_of_two(p.HV),
+        BLOCK_H=max(FEW_HEADS, configs.power_of_two(p.HV)),
         NORMALIZE_QK=p.normalize_qk,
         **constant_steps(p, config),
     )

@@ -179,9 +179,8 @@ def per_key_launches(spec: DeltaSpec) -> Launches:
         **memory.strides("g", "bth"),
         **memory.strides("beta", "bth"),
         **memory.strides("out", "bth", "o"),
-        HQ=p.HQ,
-        HK=p.HK,
-        HV=p.HV,
+        **value_heads(p),
+        **query_heads(p),
         K=p.K,
         V=p.V,
         BLOCK_K=max(16, configs.power_of_two(p.K)),
@@ -189,6 +188,22 @@ def per_key_launches(spec: DeltaSpec) -> Launches:
         NORMALIZE_QK=p.normalize_qk,
     )
     return Launches(spec, memory, [call])
+
+
+def value_heads(p: DeltaSpec) -> dict[str, int]:
+    """The arguments of kernels whose programs own a value head: how they find it and its keys."""
+    return {
+        "HV": p.HV,
+        "inverse_HV": inverse(p.HV),
+        "R_K": p.HV // p.HK,
+        "inverse_R_K": inverse(p.HV // p.HK),
+    }
+
+
+def query_heads(p: DeltaSpec) -> dict[str, int]:
+    """The arguments of kernels that read queries: how they find them from a value head."""
+    R_Q = max(p.HV // p.HQ, 1)
+    return {"R_Q": R_Q, "inverse_R_Q": inverse(R_Q), "READERS": p.HO // p.HV}
 
 
 def pool(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
@@ -216,16 +231,16 @@ def checkpoints(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
 class Parts(NamedTuple):
     """The results of the parallel half: workspace over B * T tokens."""
 
-    ag: Pointer | None  # [.., HV, C]: Ag; None without beta
+    ag: Pointer | None  # [HV, .., C]: Ag; None without beta
     beta32: Pointer | None  # [HV, ..] float32: beta; None without
     hard: Pointer | None  # [HV, chunks] int32; None without beta, and with float32 inputs
-    qkg: Pointer  # [.., HO, C]: scale QKg / qkg_down; float16, or float32 as the inputs
+    qkg: Pointer  # [HO, .., C]: scale QKg / qkg_down; float16, or float32 as the inputs
     qkg_down: Pointer | None  # [HO, ..] float32: a power of two per chunk; None if float32 inputs
     decay_in: Pointer | None  # [HV, ..] float32; None without g and norm
     decay_out: Pointer | None  # [HV, ..] float32
     decay_q: Pointer | None  # [HO, ..] float32; None without norm
     g2: Pointer | None  # [HV, ..] float32; None without g
-    r_k: Pointer | None  # [.., HK] float32; None without norm
+    r_k: Pointer | None  # [HK, ..] float32; None without norm
 
 
 def workspace(p: DeltaSpec, memory: Binding) -> Parts:
@@ -238,16 +253,16 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
         return memory.scratch(name, *shape, dtype=dtype) if wanted else None
 
     return Parts(
-        ag=part(p.delta, "ws.ag", tokens, p.HV, CHUNK, dtype=p.dtype),
+        ag=part(p.delta, "ws.ag", p.HV, tokens, CHUNK, dtype=p.dtype),
         beta32=part(p.delta, "ws.beta32", p.HV, tokens),
         hard=part(p.delta and not exact, "ws.hard", p.HV, tokens // CHUNK + p.N, dtype=torch.int32),
-        qkg=part(True, "ws.qkg", tokens, p.HO, CHUNK, dtype=p.dtype if exact else torch.float16),
+        qkg=part(True, "ws.qkg", p.HO, tokens, CHUNK, dtype=p.dtype if exact else torch.float16),
         qkg_down=part(not exact, "ws.qkg_down", p.HO, tokens),
         decay_in=part(factors, "ws.decay_in", p.HV, tokens),
         decay_out=part(factors, "ws.decay_out", p.HV, tokens),
         decay_q=part(p.normalize_qk, "ws.decay_q", p.HO, tokens),
         g2=part(gates, "ws.g2", p.HV, tokens),
-        r_k=part(p.normalize_qk, "ws.r_k", tokens, p.HK),
+        r_k=part(p.normalize_qk, "ws.r_k", p.HK, tokens),
     )
 
 
@@ -288,9 +303,11 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         **memory.strides("g", "bth"),
         stride_o_t=p.out.strides[1],
         stride_o_h=p.out.strides[2],
-        HQ=p.HQ,
         HK=p.HK,
-        HV=p.HV,
+        inverse_HK=inverse(p.HK),
+        R_K=p.HV // p.HK,
+        **query_heads(p),
+        SHARED=p.HQ == p.HK,
         K=p.K,
         V=p.V,
         BLOCK_K=BLOCK_K,
@@ -298,7 +315,7 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
     )
     if parts.ag is None:
         return [products]
-    inverse = kernel_call(
+    inverses = kernel_call(
         PREFILL_INVERSE,
         units * p.HV,
         INVERSE,
@@ -314,14 +331,13 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         **sizes,
         **memory.strides("k", "bth"),
         **memory.strides("beta", "bth"),
-        HK=p.HK,
-        HV=p.HV,
+        **value_heads(p),
         K=p.K,
         BLOCK_K=BLOCK_K,
         PRECISION=precision,
         RAW_BETA=p.raw_gates,
     )
-    return [products, inverse]
+    return [products, inverses]
 
 
 def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
@@ -347,8 +363,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
         "tokens": p.B * p.T,
         **memory.strides("k", "bth"),
         **memory.strides("v", "bth"),
-        "HK": p.HK,
-        "HV": p.HV,
+        **value_heads(p),
         "K": p.K,
         "V": p.V,
         "BLOCK_K": max(16, configs.power_of_two(p.K)),
@@ -398,7 +413,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
             scale=p.q_scale,
             **memory.strides("q", "bth"),
             **memory.strides("out", "bth", "o"),
-            HQ=p.HQ,
+            **query_heads(p),
             HARD=hard,
         )
         for hard in kinds

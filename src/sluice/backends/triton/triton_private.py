@@ -9,6 +9,7 @@
   descriptor's type is spelt.
 - ``target_info.current_target``: which GPU a kernel asks about while it is compiled. Replaced while
   one is compiled for a GPU that is absent.
+- ``get_ptxas_version``: which ptxas assembles for a GPU. Without it, any may.
 - ``InterpreterBuilder``: where kernels are interpreted, masks are made boolean (``_mend_masks``).
 
 The kernels themselves use public names that are the same in these releases. One default changes:
@@ -21,6 +22,8 @@ launch gives it (``arguments.kernel_call``).
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +59,18 @@ def missing() -> str | None:
     if not lacking:
         return None
     return f"Triton {triton.__version__} does not say {', '.join(lacking)} of a kernel's parameters"
+
+
+@functools.cache
+def assembler(arch: int) -> tuple[int, int] | None:
+    """The release of the ptxas that assembles for a GPU, (13, 4); None if Triton does not say."""
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas_version
+
+        found = re.search(r"release (\d+)\.(\d+)", get_ptxas_version(arch))
+    except Exception:  # no such name, other parameters, or no ptxas: compiling says what is wrong
+        return None
+    return found and (int(found[1]), int(found[2]))
 
 
 def launches_itself(kernel: Any | None) -> bool:

@@ -20,7 +20,7 @@ from triton.language.target_info import is_cuda
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
 from sluice.backends.triton.kernels.conv import FREE, locate
-from sluice.backends.triton.kernels.math import NORM_EPS, begin, exp, sigmoid, softplus
+from sluice.backends.triton.kernels.math import NORM_EPS, begin, divide, exp, sigmoid, softplus
 from sluice.backends.triton.kernels.window import (
     Checkpoints,
     ConvStrides,
@@ -71,7 +71,7 @@ def make_gates(
     offs_t,
     length,
     live,
-    HV: tl.constexpr,
+    HV,
     BLOCK_H: tl.constexpr,
 ):
     """(V3): g and beta [BLOCK_T, HV] in float32; zeros where the row is padding."""
@@ -255,7 +255,7 @@ def inner_unit(
     v_ptr,
     token,
     part,
-    HK: tl.constexpr,
+    HK,
     steps: tl.constexpr,
     conv: tl.constexpr,
 ):
@@ -309,6 +309,7 @@ def load_history(
 
 
 _FREE = FREE + [f"stride_{name}_{dim}" for name in ("a", "b", "g", "beta") for dim in "bth"]
+_FREE += ["HK", "HV", "inverse_parts"]
 _UNALIGNED = [*INDICES, *GATES, "a_ptr", "b_ptr"]
 
 
@@ -369,8 +370,9 @@ def conv_qkv_kernel(
     stride_beta_b,
     stride_beta_t,
     stride_beta_h,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HK,
+    HV,
+    inverse_parts,  # of divide: of the heads and the gates
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
@@ -388,14 +390,13 @@ def conv_qkv_kernel(
     STEP_V: tl.constexpr,  # stride_v_t
 ):
     GATES: tl.constexpr = 0 if g_ptr is None and beta_ptr is None else 1
-    PARTS: tl.constexpr = 2 * HK + HV + GATES
     conv: tl.constexpr = Convolution(W, UNIT_T, BLOCK_T, BLOCK_D, SILU, NORMALIZE_QK)
     steps: tl.constexpr = Steps(STEP_X, STEP_QK, STEP_V)
     begin()
-    pid = tl.program_id(0)
-    part = (pid % PARTS).to(tl.int64)
+    row, part = divide(tl.program_id(0), 2 * HK + HV + GATES, inverse_parts)
+    part = part.to(tl.int64)
     unit = locate(
-        pid // PARTS, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
+        row, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
         UNIT_T,
     )  # fmt: skip
     batch = unit.batch

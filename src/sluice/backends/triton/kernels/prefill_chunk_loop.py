@@ -84,12 +84,14 @@ class Checkpoints(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a program works: a sequence and its tokens, a value head."""
+    """Where a program works: a sequence and its tokens, a value head and what belongs to it."""
 
     seq: Any
     batch: Any  # batch row
     start: Any  # the sequence's first token, in its batch row
     end: Any
+    head_q: Any  # the first of its query heads; None in segment_loop
+    head_k: Any
     head_v: Any
     T: Any  # tokens per batch row
 
@@ -97,9 +99,7 @@ class Place(NamedTuple):
 class Sizes(NamedTuple):
     """Constants. In a kernel: ``sizes: tl.constexpr = Sizes(...)``."""
 
-    HQ: Any
-    HK: Any
-    HV: Any
+    READERS: Any  # query heads per value head, 1 if there are fewer; None in segment_loop
     K: Any
     V: Any
     BLOCK_K: Any
@@ -171,14 +171,13 @@ def corrections(
     sizes: tl.constexpr, HARD: tl.constexpr,
 ):  # fmt: skip
     """Dᵀ of one chunk."""
-    HV: tl.constexpr = sizes.HV
     if ag_ptr is None:
         d = plus_values(tl.zeros([sizes.BLOCK_V, C], tl.float32), v, one)
     else:
         if HARD:
             ag_ptr = ag_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
-        ag_ptr += tl.cast(t, tl.int64) * (HV * C)
-        ag = load_rows(ag_ptr, offs_c, offs_c, HV * C, offs_c < left, C, C)
+        ag_ptr += tl.cast(t, tl.int64) * C
+        ag = load_rows(ag_ptr, offs_c, offs_c, C, offs_c < left, C, C)
         u = tl.dot(S_low, tl.trans(k), input_precision=sizes.PRECISION)
         beta = load_factors(beta32_ptr, t, offs_f, left)
         w = plus_values(u * -decay_in[None, :], v, one) * beta[None, :]
@@ -237,7 +236,7 @@ def decay_of(g2_ptr, token):
 
 
 @triton.jit
-def decay_between(g2_ptr, r_k_ptr, token, n, offs_c, HK: tl.constexpr):
+def decay_between(g2_ptr, r_k_ptr, token, n, offs_c):
     """e^(γ_n - γ) r_k for the n tokens before a checkpoint; zeros after it."""
     before = offs_c < n
     decay_out = tl.where(before, 1.0, 0.0)
@@ -246,7 +245,7 @@ def decay_between(g2_ptr, r_k_ptr, token, n, offs_c, HK: tl.constexpr):
         g2_n = tl.load(g2_ptr + token + n - 1)
         decay_out = tl.where(before, tl.exp2(tl.where(before, g2_n - g2, 0.0)), 0.0)
     if r_k_ptr is not None:
-        decay_out *= tl.load(r_k_ptr + (token + offs_c) * HK, mask=before, other=0.0)
+        decay_out *= tl.load(r_k_ptr + token + offs_c, mask=before, other=0.0)
     return decay_out
 
 
@@ -256,16 +255,12 @@ def chunk_loop(
     sizes: tl.constexpr, HARD: tl.constexpr,
 ):  # fmt: skip
     """The state after the tokens ``first`` to ``stop`` - 1; stores outputs and checkpoints."""
-    HQ: tl.constexpr = sizes.HQ
-    HK: tl.constexpr = sizes.HK
-    HV: tl.constexpr = sizes.HV
+    READERS: tl.constexpr = sizes.READERS
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
     BLOCK_K: tl.constexpr = sizes.BLOCK_K
     BLOCK_V: tl.constexpr = sizes.BLOCK_V
     PRECISION: tl.constexpr = sizes.PRECISION
-    HO: tl.constexpr = HQ if HQ > HV else HV
-    READERS: tl.constexpr = HO // HV
     AHEAD: tl.constexpr = stages(sizes.STAGES, qkvo.k_ptr.dtype.element_ty, HARD)
     head_v = place.head_v
     offs_c = tl.arange(0, C)
@@ -278,12 +273,11 @@ def chunk_loop(
     v_ptr = qkvo.v_ptr + first * qkvo.v_t
     q_ptr = qkvo.q_ptr + first * qkvo.q_t
     o_ptr = qkvo.o_ptr + first * qkvo.o_t
-    qkg_ptr = workspace.qkg_ptr + token * (HO * C)
     of_head = head_v.to(tl.int64) * workspace.tokens + token
     ag_ptr = workspace.ag_ptr
     beta32_ptr = workspace.beta32_ptr
     if ag_ptr is not None:
-        ag_ptr += (token * HV + head_v) * C
+        ag_ptr += of_head * C
         beta32_ptr += of_head
     decay_in_ptr = workspace.decay_in_ptr
     decay_out_ptr = workspace.decay_out_ptr
@@ -295,7 +289,7 @@ def chunk_loop(
         g2_ptr += of_head
     r_k_ptr = workspace.r_k_ptr
     if r_k_ptr is not None:
-        r_k_ptr += token * HK + head_v // (HV // HK)
+        r_k_ptr += place.head_k.to(tl.int64) * workspace.tokens + token
     size = (place.end - first).to(tl.int32)
     for t in tl.range(0, (stop - first).to(tl.int32), C, num_stages=AHEAD):
         left = tl.minimum(size - t, C)
@@ -310,21 +304,20 @@ def chunk_loop(
         )
         for reader in tl.static_range(READERS):
             head_o = head_v * READERS + reader
-            q_at = q_ptr + (head_o * HQ // HO) * qkvo.q_h + wide_t * qkvo.q_t
+            q_at = q_ptr + (place.head_q + reader) * qkvo.q_h + wide_t * qkvo.q_t
             q = load_rows(q_at, offs_c, offs_k, qkvo.q_t, rows, K, BLOCK_K)
-            qkg_at = qkg_ptr + wide_t * (HO * C) + head_o * C
-            qkg = load_rows(qkg_at, offs_c, offs_c, HO * C, rows, C, C)
+            of_reader = head_o.to(tl.int64) * workspace.tokens + token
+            qkg_at = workspace.qkg_ptr + of_reader * C + wide_t * C
+            qkg = load_rows(qkg_at, offs_c, offs_c, C, rows, C, C)
             if workspace.decay_q_ptr is None:
                 decay_q = decay_in * scale
             else:
-                of_reader = head_o.to(tl.int64) * workspace.tokens + token
                 decay_q = load_factors(workspace.decay_q_ptr + of_reader, t, offs_f, left)
             o = tl.dot(S_low, tl.trans(q), input_precision=PRECISION) * decay_q[None, :]
             if workspace.qkg_down_ptr is None:
                 o = tl.dot(d, tl.trans(qkg), acc=o, input_precision=PRECISION)
             else:
                 up, down = float16_scale(tl.max(tl.abs(d), axis=1), 80)
-                of_reader = head_o.to(tl.int64) * workspace.tokens + token
                 down *= tl.load(workspace.qkg_down_ptr + of_reader + t)
                 qkg_d = tl.dot((d * up[:, None]).to(tl.float16), tl.trans(qkg))
                 o = qkg_d * down[:, None] + o
@@ -342,7 +335,7 @@ def chunk_loop(
                 if (n > 0) & (n <= left):
                     slot_at = checkpoints.slots_ptr + place.seq * checkpoints.M + j
                     slot = tl.load(slot_at).to(tl.int64)
-                    decay_out_n = decay_between(g2_ptr, r_k_ptr, t, n, offs_c, HK)
+                    decay_out_n = decay_between(g2_ptr, r_k_ptr, t, n, offs_c)
                     decay_all_n = decay_of(g2_ptr, t + n - 1)
                     S_n = next_state(S, k, d, decay_all_n, decay_out_n, PRECISION, HARD)
                     saved = checkpoints.state_ptr + slot * checkpoints.stride_state_p
@@ -365,7 +358,6 @@ def segment_loop(
     sizes: tl.constexpr, HARD: tl.constexpr,
 ):  # fmt: skip
     """``chunk_loop`` over whole chunks, without outputs; without values if ``is_transition``."""
-    HV: tl.constexpr = sizes.HV
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
     BLOCK_K: tl.constexpr = sizes.BLOCK_K
@@ -383,7 +375,7 @@ def segment_loop(
     ag_ptr = workspace.ag_ptr
     beta32_ptr = workspace.beta32_ptr
     if ag_ptr is not None:
-        ag_ptr += (token * HV + place.head_v) * C
+        ag_ptr += of_head * C
         beta32_ptr += of_head
     decay_in_ptr = workspace.decay_in_ptr
     decay_out_ptr = workspace.decay_out_ptr

@@ -40,7 +40,14 @@ import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-from sluice.backends.triton.kernels.math import LOG2_E, NORM_EPS, begin, float16_scale, softplus
+from sluice.backends.triton.kernels.math import (
+    LOG2_E,
+    NORM_EPS,
+    begin,
+    divide,
+    float16_scale,
+    softplus,
+)
 from sluice.backends.triton.kernels.work_units import unit_span
 from sluice.contract.chunk_length import CHUNK
 
@@ -78,11 +85,11 @@ def log2_decay(g_ptr, A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t):
 
 
 @triton.jit
-def zero_tail(o_ptr, t, end, head, stride_o_t, stride_o_h, HEADS: tl.constexpr, V: tl.constexpr):
-    """Zeros for up to 64 tokens that no sequence owns."""
+def zero_tail(o_ptr, t, end, head, stride_o_t, stride_o_h, heads, V: tl.constexpr):
+    """Zeros for up to 64 tokens that no sequence owns, in ``heads`` output heads of a head."""
     offs_v = tl.arange(0, 64)
     for token in range(t, tl.minimum(t + 64, end)):
-        for h in range(head * HEADS, (head + 1) * HEADS):
+        for h in range(head * heads, (head + 1) * heads):
             for v in range(0, V, 64):
                 at = o_ptr + token * stride_o_t + h * stride_o_h + v + offs_v
                 tl.store(at, tl.zeros([64], o_ptr.dtype.element_ty), mask=v + offs_v < V)
@@ -104,24 +111,27 @@ def products(
 
 
 _UNALIGNED = [*INDICES, *GATES]
+# Sizes that differ from call to call and from model to model, and strides of single numbers, which
+# cannot make a load wider: no variant is compiled for their values.
+_SIZES = ["N", "T", "tokens", "R_K"]
+_OF_PRODUCTS = [*_SIZES, "HK", "R_Q", "inverse_HK", "inverse_R_Q", "stride_g_b", "stride_g_t"]
+_OF_INVERSE = [*_SIZES, "HV", "inverse_HV", "inverse_R_K", "stride_beta_b", "stride_beta_t"]
 
 
-@triton.jit(
-    do_not_specialize=["N", "T", "tokens", "stride_g_b"], do_not_specialize_on_alignment=_UNALIGNED
-)
+@triton.jit(do_not_specialize=_OF_PRODUCTS, do_not_specialize_on_alignment=_UNALIGNED)
 def prefill_products_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
     g_ptr,  # [B, T, HV]; None: no decay
     A_log_ptr,  # [HV]; given: g is a raw gate
     dt_bias_ptr,  # [HV]; None: 0
-    qkg_ptr,  # [B * T, HO, C]: scale QKg / qkg_down
+    qkg_ptr,  # [HO, B * T, C]: scale QKg / qkg_down
     qkg_down_ptr,  # [HO, B * T] float32, at a chunk's first token: a power of two; None: 1
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k; None without g and norm
     decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
     decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q; None without norm
     g2_ptr,  # [HV, B * T] float32: cumulative log2 decay; None without g
-    r_k_ptr,  # [B * T, HK] float32: inverse lengths of keys; None without norm
+    r_k_ptr,  # [HK, B * T] float32: inverse lengths of keys; None without norm
     o_ptr,  # [B, T, HO, V]: zeros for tokens after the last sequence
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     scale,
@@ -139,28 +149,31 @@ def prefill_products_kernel(
     stride_g_h,
     stride_o_t,
     stride_o_h,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HK,
+    R_Q,  # value heads per query head; 1 if there are fewer
+    R_K,  # value heads per key head
+    inverse_HK,  # of divide, as the next one
+    inverse_R_Q,
+    READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
+    SHARED: tl.constexpr,  # whether there are as many query heads as key heads
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    HO: tl.constexpr = HQ if HQ > HV else HV
-    begin()
     pid = tl.program_id(0)
-    head_k = pid % HK
-    seq, batch, start, chunk, end = unit_span((pid // HK).to(tl.int64), cu_seqlens_ptr, N, T, C)
+    unit, head_k = divide(pid, HK, inverse_HK)
+    begin()
+    seq, batch, start, chunk, end = unit_span(unit.to(tl.int64), cu_seqlens_ptr, N, T, C)
     t = start + chunk * C
     if t >= end:
         return
     if seq == N:  # tokens after the last sequence
-        zero_tail(o_ptr, t, end, head_k, stride_o_t, stride_o_h, HO // HK, V)
+        zero_tail(o_ptr, t, end, head_k, stride_o_t, stride_o_h, R_K * READERS, V)
         return
     offs_c = tl.arange(0, C)
-    rows = t + offs_c < end
-    token = batch * T + t + offs_c  # in the workspace
+    rows = offs_c < tl.minimum(end - t, C).to(tl.int32)
+    token = batch * T + t  # in the workspace
     lower = offs_c[:, None] >= offs_c[None, :]
     q_ptr += batch * stride_q_b
     k = load_chunk(
@@ -169,24 +182,24 @@ def prefill_products_kernel(
     r_k = tl.full([C], 1.0, tl.float32)
     if r_k_ptr is not None:
         r_k = inverse_lengths(k)
-        tl.store(r_k_ptr + token * HK + head_k, r_k, mask=rows)
-    if HQ == HK:  # the usual case: one product serves all value heads of the key head
+        tl.store(r_k_ptr + (head_k.to(tl.int64) * tokens + token) + offs_c, r_k, mask=rows)
+    if SHARED:  # the usual case: one product serves all value heads of the key head
         qk, r_q = products(
             q_ptr + head_k * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
             K, BLOCK_K, PRECISION, r_k_ptr is not None,
         )  # fmt: skip
-    for j in range(HO // HK):
-        head_o = head_k * (HO // HK) + j
-        head_v = head_o * HV // HO
-        if HQ == HK:
+    for head_o in range(head_k * (R_K * READERS), (head_k + 1) * (R_K * READERS)):
+        head_v = head_o // READERS
+        if SHARED:
             qkg = qk
         else:
+            head_q, _ = divide(tl.cast(head_o, tl.int32), R_Q, inverse_R_Q)
             qkg, r_q = products(
-                q_ptr + (head_o * HQ // HO) * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
+                q_ptr + head_q * stride_q_h, k, r_k, lower, scale, t, end, stride_q_t,
                 K, BLOCK_K, PRECISION, r_k_ptr is not None,
             )  # fmt: skip
-        of_value = head_v.to(tl.int64) * tokens + token
-        of_output = head_o.to(tl.int64) * tokens + token
+        of_value = tl.cast(head_v, tl.int64) * tokens + token
+        of_output = tl.cast(head_o, tl.int64) * tokens + token
         decay_in = tl.full([C], 1.0, tl.float32)
         decay_out = decay_in
         if g_ptr is not None:
@@ -194,21 +207,21 @@ def prefill_products_kernel(
                 g_ptr + batch * stride_g_b + head_v * stride_g_h,
                 A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t,
             )  # fmt: skip
-            tl.store(g2_ptr + of_value, g2, mask=rows)
+            tl.store(g2_ptr + of_value + offs_c, g2, mask=rows)
             decay_in = tl.exp2(g2)
             decay_out = tl.exp2(tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2)
             qkg = qkg * tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0))
         if decay_in_ptr is not None:
-            tl.store(decay_in_ptr + of_value, decay_in * r_k, mask=rows)
-            tl.store(decay_out_ptr + of_value, decay_out * r_k, mask=rows)
+            tl.store(decay_in_ptr + of_value + offs_c, decay_in * r_k, mask=rows)
+            tl.store(decay_out_ptr + of_value + offs_c, decay_out * r_k, mask=rows)
         if decay_q_ptr is not None:
-            tl.store(decay_q_ptr + of_output, decay_in * r_q, mask=rows)
+            tl.store(decay_q_ptr + of_output + offs_c, decay_in * r_q, mask=rows)
         if qkg_down_ptr is not None:
             up, down = float16_scale(tl.max(tl.abs(qkg)), 14)
-            tl.store(qkg_down_ptr + of_output, down + 0.0 * offs_c, mask=offs_c == 0)
+            tl.store(qkg_down_ptr + of_output, down)
             qkg = qkg * up
         qkg = qkg.to(qkg_ptr.dtype.element_ty)
-        at = qkg_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
+        at = qkg_ptr + of_output * C + (offs_c[:, None] * C + offs_c[None, :])
         tl.store(at, qkg, mask=rows[:, None])
 
 
@@ -322,7 +335,7 @@ def gated_block(a, g_i, g_j, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
-def store_inverse(ptr, a, g2, t, end, stride_t, HARD: tl.constexpr):
+def store_inverse(ptr, a, g2, t, end, HARD: tl.constexpr):
     """Store a chunk's Ag, the rows before ``end``, from the ten blocks of A."""
     offs = tl.arange(0, 16)
     for i in tl.static_range(4):
@@ -334,7 +347,7 @@ def store_inverse(ptr, a, g2, t, end, stride_t, HARD: tl.constexpr):
                 block = gated_block(a[i * (i + 1) // 2 + j], g2[i], g2[j], i == j)
             if HARD:
                 block = settled(block, g2[i], last).to(ptr.dtype.element_ty, bitcast=True)
-            at = ptr + offs_t[:, None] * stride_t + 16 * j + offs[None, :]
+            at = ptr + offs_t[:, None] * C + 16 * j + offs[None, :]
             tl.store(at, block.to(ptr.dtype.element_ty), mask=(offs_t < end)[:, None])
 
 
@@ -369,28 +382,24 @@ def merged_inverse(kk, beta, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    k_ptr, r_k_ptr, t, token, end, head_k, i: tl.constexpr, stride_k_t,
-    HK: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Block i of a chunk's keys, and their inverse lengths."""
+    k_ptr, r_k_ptr, t, end, i: tl.constexpr, stride_k_t, K: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Block i of a chunk's keys, and their inverse lengths; r_k_ptr is at the chunk's first."""
     k = load_chunk(k_ptr, t + 16 * i, end, stride_k_t, K, BLOCK_K, 16)
     r = tl.full([16], 1.0, tl.float32)
     if r_k_ptr is not None:
         offs = 16 * i + tl.arange(0, 16)
-        r = tl.load(r_k_ptr + (token + offs) * HK + head_k, mask=t + offs < end, other=0.0)
+        r = tl.load(r_k_ptr + offs, mask=t + offs < end, other=0.0)
     return k, r
 
 
-@triton.jit(
-    do_not_specialize=["N", "T", "tokens", "stride_beta_b"],
-    do_not_specialize_on_alignment=_UNALIGNED,
-)
+@triton.jit(do_not_specialize=_OF_INVERSE, do_not_specialize_on_alignment=_UNALIGNED)
 def prefill_inverse_kernel(
     k_ptr,  # [B, T, HK, K]
     beta_ptr,  # [B, T, HV]
     g2_ptr,  # [HV, B * T] float32; None without g
-    r_k_ptr,  # [B * T, HK] float32; None without norm
-    ag_ptr,  # [B * T, HV, C]: Ag
+    r_k_ptr,  # [HK, B * T] float32; None without norm
+    ag_ptr,  # [HV, B * T, C]: Ag
     beta32_ptr,  # [HV, B * T] float32: beta
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: float32 inputs
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
@@ -404,32 +413,34 @@ def prefill_inverse_kernel(
     stride_beta_b,
     stride_beta_t,
     stride_beta_h,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_K,  # value heads per key head
+    inverse_HV,  # of divide, as the next one
+    inverse_R_K,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     RAW_BETA: tl.constexpr,
 ):
-    begin()
     pid = tl.program_id(0)
-    head_v = pid % HV
-    head_k = head_v // (HV // HK)
-    seq, batch, start, chunk, end = unit_span((pid // HV).to(tl.int64), cu_seqlens_ptr, N, T, C)
+    unit, head_v = divide(pid, HV, inverse_HV)
+    head_k, _ = divide(head_v, R_K, inverse_R_K)
+    begin()
+    seq, batch, start, chunk, end = unit_span(unit.to(tl.int64), cu_seqlens_ptr, N, T, C)
     t = start + chunk * C
     if seq == N or t >= end:
         return
     token = batch * T + t  # in the workspace
     offs = tl.arange(0, 16)
     k_ptr += batch * stride_k_b + head_k * stride_k_h
+    if r_k_ptr is not None:
+        r_k_ptr += head_k.to(tl.int64) * tokens + token
     kk = ()
     for i in tl.static_range(4):
-        k_i, r_i = load_keys(k_ptr, r_k_ptr, t, token, end, head_k, i, stride_k_t, HK, K, BLOCK_K)
+        k_i, r_i = load_keys(k_ptr, r_k_ptr, t, end, i, stride_k_t, K, BLOCK_K)
         for j in tl.static_range(i + 1):
             # loaded again: four blocks of keys would fill the registers
-            k_j, r_j = load_keys(
-                k_ptr, r_k_ptr, t, token, end, head_k, j, stride_k_t, HK, K, BLOCK_K
-            )
+            k_j, r_j = load_keys(k_ptr, r_k_ptr, t, end, j, stride_k_t, K, BLOCK_K)
             kk_ij = tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION)
             if r_k_ptr is not None:
                 kk_ij = kk_ij * r_i[:, None] * r_j[None, :]
@@ -451,16 +462,16 @@ def prefill_inverse_kernel(
         if g2_ptr is not None:
             g2_i = tl.load(g2_ptr + of_value, mask=mask, other=0.0)
         g2 = g2 + (g2_i,)
-    ag_ptr += ((token - t) * HV + head_v) * C
+    ag_ptr += (head_v.to(tl.int64) * tokens + token - t) * C
     if hard_ptr is None:
         a = merged_inverse(kk, beta, PRECISION)
-        store_inverse(ag_ptr, a, g2, t, end, HV * C, False)
+        store_inverse(ag_ptr, a, g2, t, end, False)
     else:
         hard = repeats(kk, tl.minimum(end - t, C))  # before the inverse: then kk is no longer live
         hard_ptr += head_v * (tokens // C + N) + token // C + seq
         tl.store(hard_ptr, hard.to(tl.int32))
         a = merged_inverse(kk, beta, PRECISION)
         if hard:
-            store_inverse(ag_ptr, a, g2, t, end, HV * C, True)
+            store_inverse(ag_ptr, a, g2, t, end, True)
         else:
-            store_inverse(ag_ptr, a, g2, t, end, HV * C, False)
+            store_inverse(ag_ptr, a, g2, t, end, False)

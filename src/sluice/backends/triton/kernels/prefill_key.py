@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from sluice.backends.triton.kernels.alignment import INDICES
-from sluice.backends.triton.kernels.math import LOG2_E, begin, softplus
+from sluice.backends.triton.kernels.math import LOG2_E, begin, divide, softplus
 from sluice.backends.triton.kernels.prefill_chunks import inverse_lengths, zero_tail
 from sluice.backends.triton.kernels.prefill_state import state_offsets
 from sluice.backends.triton.kernels.work_units import unit_span
@@ -92,8 +92,12 @@ def invert(l):
     return inverse
 
 
+_FREE = ["N", "T", "M", "every", "pad_slot", "stride_g_b", "stride_beta_b", "stride_beta_t"]
+_FREE += ["HV", "R_Q", "R_K", "inverse_HV", "inverse_R_Q", "inverse_R_K"]
+
+
 @triton.jit(
-    do_not_specialize=["N", "T", "M", "every", "pad_slot", "stride_g_b", "stride_beta_b"],
+    do_not_specialize=_FREE,
     do_not_specialize_on_alignment=[*INDICES, "beta_ptr", "A_log_ptr"],
 )
 def prefill_key_kernel(
@@ -139,9 +143,13 @@ def prefill_key_kernel(
     stride_o_t,
     stride_o_h,
     stride_state_p,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_Q,  # value heads per query head; 1 if there are fewer
+    R_K,  # value heads per key head
+    inverse_HV,  # of divide, as the next two
+    inverse_R_Q,
+    inverse_R_K,
+    READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,14 +159,13 @@ def prefill_key_kernel(
 ):
     C: tl.constexpr = 16
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    HO: tl.constexpr = HQ if HQ > HV else HV
-    READERS: tl.constexpr = HO // HV
-    begin()
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
-    head_v = (pid // BLOCKS) % HV
-    unit = (pid // (BLOCKS * HV)).to(tl.int64)
-    head_k = head_v // (HV // HK)
+    unit, head_v = divide(pid // BLOCKS, HV, inverse_HV)
+    first_q, _ = divide(head_v * READERS, R_Q, inverse_R_Q)
+    head_k, _ = divide(head_v, R_K, inverse_R_K)
+    unit = unit.to(tl.int64)
+    begin()
     seq, batch, start, _segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     o_ptr += batch * stride_o_b
     if seq >= N:  # tokens after the last sequence
@@ -223,9 +230,8 @@ def prefill_key_kernel(
         g = tl.where(rows[:, None] & (offs_k < K)[None, :], g * LOG2_E, 0.0)
         g2 = tl.cumsum(g, axis=0)
         d = load_rows(v_ptr, offs_t, end, stride_v_t, offs_v, V)
-        head_q = head_v * READERS * HQ // HO
         q = load_queries(
-            q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORMALIZE_QK
+            q_ptr, first_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORMALIZE_QK
         )
         if beta_ptr is not None:
             beta = tl.load(beta_ptr + offs_t * stride_beta_t, mask=rows, other=0.0).to(tl.float32)
@@ -240,7 +246,7 @@ def prefill_key_kernel(
         for reader in tl.static_range(READERS):
             head_o = head_v * READERS + reader
             if reader > 0:
-                head_q = head_o * HQ // HO
+                head_q = first_q + reader
                 q = load_queries(
                     q_ptr, head_q, offs_t, end, stride_q_t, stride_q_h, offs_k, K, NORMALIZE_QK
                 )

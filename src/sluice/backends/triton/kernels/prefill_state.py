@@ -39,24 +39,28 @@ def state_offsets(offs_k, offs_v, K: tl.constexpr, V: tl.constexpr, STATE_KV: tl
     return offs_k[:, None] + offs_v[None, :] * K
 
 
+# Sizes that differ from call to call and from model to model: no variant is compiled for them.
+_SIZES = ["N", "T", "tokens", "segment_size", "HV", "R_K", "inverse_HV", "inverse_R_K"]
+
+
 @triton.jit(
-    do_not_specialize=["N", "T", "tokens", "M", "every", "pad_slot", "segment_size"],
+    do_not_specialize=[*_SIZES, "M", "every", "pad_slot", "R_Q", "inverse_R_Q"],
     do_not_specialize_on_alignment=INDICES,
 )
 def prefill_state_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
-    ag_ptr,  # [B * T, HV, C]; None without beta
+    ag_ptr,  # [HV, B * T, C]; None without beta
     beta32_ptr,  # [HV, B * T] float32: beta; None without
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: none is
-    qkg_ptr,  # [B * T, HO, C]: scale QKg / qkg_down
+    qkg_ptr,  # [HO, B * T, C]: scale QKg / qkg_down
     qkg_down_ptr,  # [HO, B * T] float32, at a chunk's first token; None: ones
     decay_in_ptr,  # [HV, B * T] float32: factors of K S in W; None: ones
     decay_out_ptr,  # [HV, B * T] float32: factors of D on its way into the state; None: ones
     decay_q_ptr,  # [HO, B * T] float32: factors of Q S in O; None: scale times decay_in
     g2_ptr,  # [HV, B * T] float32; None without g
-    r_k_ptr,  # [B * T, HK] float32, for checkpoints; None without norm
+    r_k_ptr,  # [HK, B * T] float32, for checkpoints; None without norm
     segments_ptr,  # [segments, HV, K, V + K] float32: the state after each segment; in place of a
     #                sequence's last one the state before its first. None: no sequence is split
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
@@ -88,9 +92,13 @@ def prefill_state_kernel(
     stride_o_t,
     stride_o_h,
     stride_state_p,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_Q,  # value heads per query head; 1 if there are fewer
+    R_K,  # value heads per key head
+    inverse_HV,  # of divide, as the next two
+    inverse_R_Q,
+    inverse_R_K,
+    READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -101,15 +109,14 @@ def prefill_state_kernel(
     HARD: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    HO: tl.constexpr = HQ if HQ > HV else HV
-    READERS: tl.constexpr = HO // HV
-    sizes: tl.constexpr = Sizes(HQ, HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION)
-    begin()
+    sizes: tl.constexpr = Sizes(READERS, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION)
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
-    head_v = (pid // BLOCKS) % HV
-    unit = (pid // (BLOCKS * HV)).to(tl.int64)
-    head_k = head_v // (HV // HK)
+    unit, head_v = divide(pid // BLOCKS, HV, inverse_HV)
+    head_q, _ = divide(head_v * READERS, R_Q, inverse_R_Q)
+    head_k, _ = divide(head_v, R_K, inverse_R_K)
+    unit = unit.to(tl.int64)
+    begin()
     seq, batch, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     first = start + segment * segment_size
     if seq >= N or (first >= end and segment > 0):
@@ -179,7 +186,7 @@ def prefill_state_kernel(
         checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, state_ptr, stride_state_p,
         in_pool, tile, pad_slot,
     )  # fmt: skip
-    place = Place(seq, batch, start, end, head_v, T)
+    place = Place(seq, batch, start, end, head_q, head_k, head_v, T)
     if HARD:
         t = first
         while t < stop:
@@ -210,13 +217,11 @@ def prefill_state_kernel(
         tl.store(at, S.to(state_ptr.dtype.element_ty), mask=tile & write)
 
 
-@triton.jit(
-    do_not_specialize=["N", "T", "tokens", "segment_size"], do_not_specialize_on_alignment=INDICES
-)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=INDICES)
 def prefill_segments_kernel(
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
-    ag_ptr,  # [B * T, HV, C]; None without beta
+    ag_ptr,  # [HV, B * T, C]; None without beta
     beta32_ptr,  # [HV, B * T] float32: beta; None without
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: none is
     decay_in_ptr,  # [HV, B * T] float32; None: ones
@@ -234,8 +239,10 @@ def prefill_segments_kernel(
     stride_v_b,
     stride_v_t,
     stride_v_h,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
+    HV,
+    R_K,  # value heads per key head
+    inverse_HV,  # of divide, as the next one
+    inverse_R_K,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -247,13 +254,13 @@ def prefill_segments_kernel(
     """S_zero and the transition M of each segment but the last of its sequence."""
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = BLOCKS_V + (K + BLOCK_V - 1) // BLOCK_V
-    sizes: tl.constexpr = Sizes(None, HK, HV, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION)
-    begin()
+    sizes: tl.constexpr = Sizes(None, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION)
     pid = tl.program_id(0)
     pid_v = pid % BLOCKS
-    head_v = (pid // BLOCKS) % HV
-    unit = (pid // (BLOCKS * HV)).to(tl.int64)
-    head_k = head_v // (HV // HK)
+    unit, head_v = divide(pid // BLOCKS, HV, inverse_HV)
+    head_k, _ = divide(head_v, R_K, inverse_R_K)
+    unit = unit.to(tl.int64)
+    begin()
     seq, batch, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     first = start + segment * segment_size
     if seq >= N or first + segment_size >= end:
@@ -276,7 +283,7 @@ def prefill_segments_kernel(
     workspace = Workspace(
         ag_ptr, beta32_ptr, None, None, decay_in_ptr, decay_out_ptr, None, g2_ptr, None, tokens
     )
-    place = Place(seq, batch, start, end, head_v, T)
+    place = Place(seq, batch, start, end, None, head_k, head_v, T)
     if HARD:
         t = first
         while t < stop:
