@@ -144,7 +144,7 @@ class Parts(NamedTuple):
     decay_in: Pointer  # [HV, tokens]
     decay_out: Pointer
     decay_q: Pointer  # [HO, tokens]
-    r_k: Pointer | None  # [tokens, HK]; None without norm
+    r_k: Pointer | None  # [HK, tokens]; None without norm
     r_q: Pointer | None  # [tokens, HQ]
     before: Pointer  # [slots, HV, V, K]: S
     after: Pointer  # [slots, HV, V, K]: dS
@@ -183,7 +183,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
         decay_in=part(True, "ws.decay_in", p.HV, tokens),
         decay_out=part(True, "ws.decay_out", p.HV, tokens),
         decay_q=part(True, "ws.decay_q", p.HO, tokens),
-        r_k=part(p.normalize_qk, "ws.r_k", tokens, p.HK),
+        r_k=part(p.normalize_qk, "ws.r_k", p.HK, tokens),
         r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
         before=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
         after=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),

@@ -168,7 +168,7 @@ def backward_local_kernel(
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
     decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
     decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q
-    r_k_ptr,  # [B * T, HK] float32: inverse lengths of keys; None without norm
+    r_k_ptr,  # [HK, B * T] float32: inverse lengths of keys; None without norm
     r_q_ptr,  # [B * T, HQ] float32: of queries
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     scale,
@@ -271,7 +271,7 @@ def backward_local_kernel(
             tl.store(decay_in_ptr + of_value, decay_in * r_k, mask=rows)
             tl.store(decay_out_ptr + of_value, decay_out * r_k, mask=rows)
             if r_k_ptr is not None and head_v % (HV // HK) == 0:
-                tl.store(r_k_ptr + token * HK + head_k, r_k, mask=rows)
+                tl.store(r_k_ptr + head_k.to(tl.int64) * tokens + token, r_k, mask=rows)
         if p_ptr is not None:
             qk = qk * fade * (r_q * scale)[:, None] * r_k[None, :]
             at = p_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
@@ -306,7 +306,7 @@ def backward_inverse_kernel(
     beta32_ptr,  # [HV, B * T] float32
     g2_ptr,  # [HV, B * T] float32; None without g
     g2_low_ptr,  # the same; None: zeros
-    r_k_ptr,  # [B * T, HK] float32; None without norm
+    r_k_ptr,  # [HK, B * T] float32; None without norm
     b_ptr,  # [B * T, HV, C]: Bg / b_down
     b_down_ptr,  # [HV, B * T] float32, at a chunk's first token: a power of two; None: 1
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
@@ -333,17 +333,17 @@ def backward_inverse_kernel(
     token = batch * T + t  # in the workspace
     offs = tl.arange(0, 16)
     k_ptr += batch * stride_k_b + head_k * stride_k_h
+    if r_k_ptr is not None:
+        r_k_ptr += head_k.to(tl.int64) * tokens + token
     kk = ()
     beta = ()
     g2 = ()
     g2_low = ()
     for i in tl.static_range(4):
-        k_i, r_i = load_keys(k_ptr, r_k_ptr, t, token, end, head_k, i, stride_k_t, HK, K, BLOCK_K)
+        k_i, r_i = load_keys(k_ptr, r_k_ptr, t, end, i, stride_k_t, K, BLOCK_K)
         for j in tl.static_range(i + 1):
             # loaded again: four blocks of keys would fill the registers
-            k_j, r_j = load_keys(
-                k_ptr, r_k_ptr, t, token, end, head_k, j, stride_k_t, HK, K, BLOCK_K
-            )
+            k_j, r_j = load_keys(k_ptr, r_k_ptr, t, end, j, stride_k_t, K, BLOCK_K)
             kk_ij = tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION)
             if r_k_ptr is not None:
                 kk_ij = kk_ij * r_i[:, None] * r_j[None, :]

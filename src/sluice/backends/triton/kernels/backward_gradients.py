@@ -213,7 +213,7 @@ def backward_keys_kernel(
     g2_ptr,  # None without g
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
     decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
-    r_k_ptr,  # [B * T, HK] float32; None without norm
+    r_k_ptr,  # [HK, B * T] float32; None without norm
     dk_ptr,  # [B, T, HK, K]
     y_ptr,  # [B * T, HV, V]: Y; None without beta
     dg_ptr,  # [B, T, HV]; None without g
@@ -343,7 +343,7 @@ def backward_keys_kernel(
             at = dg_ptr + token * HV + head_v
             tl.store(at, dg.to(dg_ptr.dtype.element_ty), mask=rows)
     at = dk_ptr + (in_row * HK + head_k) * K
-    r_k = load_vector(r_k_ptr, token * HK + head_k, rows)
+    r_k = load_vector(r_k_ptr, head_k.to(tl.int64) * tokens + token, rows)
     store_gradient(at, dk, k_at, r_k, t, end, HK * K, stride_k_t, K, BLOCK_K, r_k_ptr is not None)
 
 

@@ -97,7 +97,7 @@ def backward_pairs_kernel(
     beta32_ptr,  # [HV, B * T] float32; None without beta
     g2_ptr,  # [HV, B * T] float32; None without g
     g2_low_ptr,  # the same; None: zeros
-    r_k_ptr,  # [B * T, HK] float32; None without norm
+    r_k_ptr,  # [HK, B * T] float32; None without norm
     r_q_ptr,  # [B * T, HQ] float32
     n_ptr,  # [B * T, HO, C]: N; None without dO
     n_low_ptr,  # its low terms in hard chunks
@@ -143,7 +143,7 @@ def backward_pairs_kernel(
     token = in_row + t + offs_c  # in the workspace
     slot = (in_row + t) // C + seq
     of_value = head_v.to(tl.int64) * tokens + token
-    r_k = load_vector(r_k_ptr, token * HK + head_k, rows)
+    r_k = load_vector(r_k_ptr, head_k.to(tl.int64) * tokens + token, rows)
     by_column = load_vector(beta32_ptr, of_value, rows) * r_k
     g2 = load_decay(g2_ptr, of_value, rows, tl.minimum(end - t, C))
     low = load_decay(g2_low_ptr, of_value, rows, tl.minimum(end - t, C))
