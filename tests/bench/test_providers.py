@@ -62,6 +62,18 @@ def test_a_cpu_provider_agrees_with_the_oracle(name, op, judge):
         assert verdict["first_call_s"] > 0
 
 
+def test_a_wrong_gradient_is_not_timed(judge, monkeypatch):
+    right = sluice.prefill
+
+    def wrong(q, *others, **options):  # the gradient of q is off by 1%, all else is right
+        o, state = right(q + 0.01 * (q - q.detach()), *others, **options)
+        return o, state
+
+    monkeypatch.setattr(sluice, "prefill", wrong)
+    verdict = judge("transformers", "train", "9")  # judged by float64, which is wrong here
+    assert (verdict["status"], verdict["reason"].split(":")[0]) == ("wrong", "dq")
+
+
 @pytest.mark.parametrize(
     "name", ["sluice", "sluice:separate", "transformers", "onnxruntime", "torch"]
 )

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 import sluice
-from sluice.backends.triton import interpreted
+from sluice.backends.triton import interpreted, prefill_backward
 from sluice.backends.triton.arguments import KernelCall
 from sluice.backends.triton.variants import variant
 from tests.gpu.cross import (
@@ -27,7 +27,7 @@ from tests.gpu.cross import (
 )
 from tests.training import layer_calls
 from tests.training.calls import Call
-from tests.training.triton_calls import HARD, KINDS, WIDE
+from tests.training.triton_calls import HARD, KINDS, SPLIT, WIDE, WIDE_SPLIT
 
 pytestmark = [
     pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
@@ -37,7 +37,7 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 SPILLS = {
     "backward_walk_kernel": 192,
     "backward_pairs_kernel": 64,
-    "backward_queries_kernel": 64,
+    "backward_queries_kernel": 96,
     "backward_keys_kernel": 832,
 }
 """Bytes of stack per thread on Hopper."""
@@ -50,21 +50,36 @@ def prefill(call: Call, dtype: torch.dtype) -> tuple[Any, None, Any]:
 
 
 def every() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What tests/training runs on a GPU, by name, in every dtype."""
-    for dtype in (FLOAT32, FLOAT16, BFLOAT16):
-        for call in (*KINDS, *HARD, *WIDE):
-            if dtype != FLOAT32 or call.K <= 128:
-                yield f"{call}, {dtype}", partial(prefill, call, dtype)
-    yield from layer_calls.every((FLOAT32, FLOAT16, BFLOAT16))
+    """What tests/training runs on a GPU, by name."""
+    half = [KINDS[0], KINDS[4], KINDS[5], *HARD, *WIDE]
+    of_dtype = {FLOAT32: [*KINDS, *HARD, *WIDE[:3]], BFLOAT16: half, FLOAT16: WIDE}
+    for dtype, calls in of_dtype.items():
+        for call in calls:
+            yield f"{call}, {dtype}", partial(prefill, call, dtype)
+    yield from layer_calls.every((FLOAT32, BFLOAT16))
 
 
-def launches(target: str, *calls: Callable[[], Any]) -> list[KernelCall]:
+def split() -> Iterator[Callable[[], Any]]:
+    """What it runs with every sequence split."""
+    for call in SPLIT:
+        yield partial(prefill, call, FLOAT32)
+    for call in (*SPLIT, *WIDE_SPLIT):
+        yield partial(prefill, call, BFLOAT16)
+
+
+def launches(
+    target: str, *calls: Callable[[], Any], segment: int | None = None
+) -> list[KernelCall]:
     """What these calls launch in backward on such a GPU; of launches of one variant the first."""
     found: dict[Any, KernelCall] = {}
     with gpu_like(target) as device:
         for call in calls:
             for spec in backward_specs_of(call, device):
-                for launch in bound(spec).calls:
+                made = bound(spec)
+                if segment is not None:
+                    plan = prefill_backward.plan_of(spec)._replace(segment=segment)
+                    made = prefill_backward.planned_launches(spec, plan)
+                for launch in made.calls:
                     found.setdefault(variant(launch), launch)
     return list(found.values())
 
@@ -76,9 +91,9 @@ def test_the_compiler_understands_every_kernel_of_the_tests():
     kernel compiles only where the pointer is given. The front end finds that in no time, so every
     variant goes through it; ``--long`` compiles them all.
     """
-    made = [call for _, call in every()]
-    seen = launches("sm_90", *made)
-    assert len(seen) > 200
+    seen = launches("sm_90", *(call for _, call in every()))
+    seen += launches("sm_90", *split(), segment=64)
+    assert any(launch.arguments.get("EFFECT") for launch in seen)
     for launch in seen:
         translate_for(launch, "sm_90")
 
