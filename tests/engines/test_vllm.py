@@ -28,6 +28,7 @@ def test_32_at_once_and_an_abort_in_the_middle(truth):
         _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
         assert calls()["decode"] > 0
         assert calls()["prefill"] > 0
+        assert calls()["vLLM's own"] == 0
         for i in range(8):
             e.core.add_request(str(i), {"prompt_token_ids": truth.prompts[i]}, e.params(NEW_TOKENS))
         finished = {}
@@ -48,6 +49,7 @@ def test_chunked_prefill_with_a_small_budget(truth):
     with engine(truth.folder, max_num_batched_tokens=40, max_num_seqs=16) as e:
         _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
         assert calls()["prefill"] > sum(map(len, truth.prompts)) / 40
+        assert calls()["vLLM's own"] == 0
 
 
 def test_preemption(truth):
@@ -76,6 +78,7 @@ def test_a_prefix_that_is_found_equals_one_that_is_not(truth):
         assert sum(o.num_cached_tokens > 0 for o in first) > 0
         assert sum(o.num_cached_tokens > 0 for o in again) == len(prompts)
         assert calls()["prefill with checkpoints"] > 0
+        assert calls()["vLLM's own"] == 0
 
 
 def test_drafts_of_which_some_are_rejected(truth):
@@ -89,6 +92,7 @@ def test_drafts_of_which_some_are_rejected(truth):
         accepted = e.metric("spec_decode_num_accepted_tokens")
         assert 0 < accepted < drafted
         assert any("drafts" in kind for kind in calls())
+        assert calls()["vLLM's own"] == 0
 
 
 def test_bfloat16_is_as_close_to_float32_as_vllms_own(tmp_path):

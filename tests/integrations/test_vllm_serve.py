@@ -5,6 +5,7 @@ The judge is the same layer over each sequence alone, from its first token, with
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from sluice import ops
 from sluice.integrations import engine_calls
-from sluice.integrations.vllm import batch, serve, switch, warm
+from sluice.integrations.vllm import batch, private, serve, switch, warm
 from sluice.layers.qwen import QwenShape
 from sluice.testing.compare import assert_within, tolerance
 
@@ -158,6 +159,25 @@ def test_chunks_decode_and_padding_continue_a_prompt(order, dim_first):
     assert not got[2:].any()
     untouched = [i for i in range(PAGES) if i not in (3, 5)]
     assert e.page[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_every_layer_finds_what_the_first_one_read(prompts):
+    metadata = _prompts([3], [5], [False]) if prompts else _decodes([3, 4])
+    assert batch.kept(metadata) is None
+    read = batch.read(metadata)
+    assert private.unknown_fields(metadata) == []  # or vLLM's own kernels would serve the rest
+    assert batch.kept(metadata) is read
+
+
+def test_metadata_with_other_slots_are_read_anew():
+    metadata = _decodes([3, 4])
+    batch.read(metadata)
+    other = copy.copy(metadata)
+    other.non_spec_state_indices_tensor = torch.tensor([5, 6], dtype=torch.int32)
+    assert batch.kept(other) is None
+    assert batch.read(other).rows.slots.tolist() == [5, 6]
+    assert batch.kept(metadata).rows.slots.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("order", ["split", "interleaved"])

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from sluice.integrations.vllm.private import KEPT
 from sluice.ops import Checkpoints
 
 PAD = 0
 """vLLM's null block: rows of this slot are padding."""
-_KEPT = "_sluice_batch"
 
 
 class Rows(NamedTuple):
@@ -56,18 +56,30 @@ class Batch(NamedTuple):
     drafts: Drafts | None
 
 
-def read(metadata: Any) -> Batch:
-    """The batch that vLLM's metadata describe.
+def kept(metadata: Any) -> Batch | None:
+    """What a layer before this one has read of the same metadata.
 
-    Layers share the metadata. A batch with prompts is never captured in a graph, so what was read
-    is kept there; tensors derived while a graph is captured must be made anew each time.
+    Metadata that were copied and got other slots are read anew.
     """
-    kept: Batch | None = vars(metadata).get(_KEPT)
-    if kept is None:
-        kept = _read(metadata)
-        if metadata.num_prefills > 0:
-            vars(metadata)[_KEPT] = kept
-    return kept
+    found = vars(metadata).get(KEPT)
+    if found is None or any(a is not b for a, b in zip(found[0], _slots(metadata), strict=True)):
+        return None
+    made: Batch = found[1]
+    return made
+
+
+def read(metadata: Any) -> Batch:
+    """The batch that vLLM's metadata describe, which is left there for the layers to come.
+
+    Without prompts these are views alone: nothing of it becomes part of a captured graph.
+    """
+    made = _read(metadata)
+    vars(metadata)[KEPT] = (_slots(metadata), made)
+    return made
+
+
+def _slots(m: Any) -> tuple[Tensor | None, Tensor | None]:
+    return m.non_spec_state_indices_tensor, m.spec_state_indices_tensor
 
 
 def _read(m: Any) -> Batch:

@@ -51,7 +51,7 @@ class SluiceGDN(_Base):
         """Input projections, everything between (opaque to vLLM's graphs), output projection."""
         qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
-        out = torch.zeros(
+        out = torch.empty(  # the op writes all of it
             (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),
             dtype=hidden_states.dtype,
             device=hidden_states.device,
@@ -71,18 +71,31 @@ class SluiceGDN(_Base):
         """vLLM's op comes back to the layer here."""
         metadata = private.metadata(self.prefix)
         if metadata is None:
+            core_attn_out.zero_()
             self._warmup_prefill_kernels(mixed_qkvz, 0)
             return
+        n = metadata.num_actual_tokens
+        if n < core_attn_out.shape[0]:  # tokens that fill a graph up
+            core_attn_out[n:].zero_()
         b_and_a: Any = ba
         if getattr(self, "disable_tp_for_ba_proj", False):  # all ranks' columns: take this rank's
             b_and_a = self.split_ba(ba)
-        if new := private.unknown_fields(metadata):
-            self._sluice_stock(metadata, mixed_qkvz, b_and_a, core_attn_out, new)
-            return
-        found = batch.read(metadata)
+        found = batch.kept(metadata)
+        if found is None:
+            if new := private.unknown_fields(metadata):
+                self._sluice_stock(metadata, mixed_qkvz, b_and_a, core_attn_out, new)
+                return
+            found = batch.read(metadata)
         if found.length:
             kind = serve.run(ops, self._sluice_layer(), found, mixed_qkvz, b_and_a, core_attn_out)
             report.calls[kind] += 1
+
+    def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+        """The same in a release without the packed op: ``a`` is empty, ``b`` holds both gates."""
+        if a.numel() == 0:
+            self._forward_core_fused_norm_packed(mixed_qkv, b, core_attn_out)
+        else:
+            super()._forward_core(mixed_qkv, b, a, core_attn_out)
 
     def _sluice_stock(
         self, metadata: Any, qkvz: Tensor, ba: Any, out: Tensor, new: list[str]
@@ -93,7 +106,7 @@ class SluiceGDN(_Base):
         layer = self._sluice_layer()
         qkv, z, b, a = serve.split(layer.shape, qkvz, ba)
         o = torch.zeros_like(out)
-        self._forward_core(qkv, b.contiguous(), a.contiguous(), o)
+        super()._forward_core(qkv, b.contiguous(), a.contiguous(), o)
         serve.norm(ops, layer, o[:n], z[:n], out[:n])
         report.calls["vLLM's own"] += 1
 
@@ -118,9 +131,19 @@ class SluiceGDN(_Base):
         spec = super().get_kv_cache_spec(vllm_config)
         return private.with_checkpoints(spec) if _aligned(vllm_config) else spec
 
-    def _sluice_layer(self, pages: Any = None) -> serve.Layer:
-        """Weights, and the pages (by default those that vLLM has bound), as operators take them."""
-        conv, state = private.pages(self) if pages is None else pages
+    def _sluice_layer(self) -> serve.Layer:
+        """With the pages that vLLM has bound; made anew where these or the weight have moved."""
+        conv, state = private.pages(self)
+        place = private.conv_weight_place(self)
+        known = self.__dict__.get("sluice_known")
+        if known is None or known[0] is not conv or known[1] is not state or known[2] != place:
+            known = conv, state, place, self._sluice_on(conv, state)
+            self.__dict__["sluice_known"] = known
+        found: serve.Layer = known[3]
+        return found
+
+    def _sluice_on(self, conv: Tensor, state: Tensor) -> serve.Layer:
+        """Weights and pages, as operators take them."""
         return serve.Layer(
             self.sluice_shape,
             private.conv_weight(self),
@@ -138,7 +161,7 @@ class SluiceGDN(_Base):
         dtype = self.sluice_engine.model_config.dtype
         key = (self.sluice_shape, spec.shapes, spec.dtypes, spec.page_size_bytes, dtype)
         if key not in _plans:
-            layer = self._sluice_layer(private.imagined_pages(spec))
+            layer = self._sluice_on(*private.imagined_pages(spec))
             cuda = private.platform() == "cuda"
             kept = _aligned(self.sluice_engine) and private.offers_checkpoints(spec)
             _plans[key] = warm.plan(layer, dtype, self.num_spec or 0, kept, cuda)

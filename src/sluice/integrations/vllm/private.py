@@ -8,7 +8,9 @@ says which, and vLLM's own layers run. ``tests/engines`` fail then.
   is a subclass, because vLLM calls ``__init__`` only of those.
 - ``forward_cuda``, ``forward_cpu``: the methods vLLM chooses by platform. Overridden.
 - The custom op ``qwen_gdn_attention_core_fused_norm_packed`` and the method it calls. vLLM cuts its
-  graphs at this op by name, so a new op would be captured with the rest.
+  graphs at this op by name, so a new op would be captured with the rest. Releases before August
+  2026 lack it. There ``qwen_gdn_attention_core`` and its method ``_forward_core`` take its place:
+  the projections travel as its first two tensors, and an empty tensor as its third.
 - ``_warmup_prefill_kernels``: vLLM calls it while it measures memory, before requests.
 - ``bind_kv_cache``: a CPU build without compilation calls the layer only with requests, so kernels
   are compiled here. Without the name they are compiled by the first request.
@@ -32,6 +34,8 @@ import torch
 
 LAYER = "QwenGatedDeltaNetAttention"
 OP = "qwen_gdn_attention_core_fused_norm_packed"
+METHOD = "_forward_core_fused_norm_packed"
+OLDER_OP, OLDER_METHOD = "qwen_gdn_attention_core", "_forward_core"
 _HOME = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 
 NEEDED = (
@@ -50,8 +54,11 @@ NEEDED = (
     "non_spec_token_indx",
     "num_accepted_tokens",
 )
+KEPT = "_sluice_batch"
+"""The name under which ``batch`` leaves what it read in the metadata."""
 KNOWN = {
     *NEEDED,
+    KEPT,
     "num_prefill_tokens",
     "num_spec_decode_tokens",
     "checkpoint",
@@ -85,12 +92,12 @@ def missing() -> str | None:
     except (ImportError, AttributeError) as gone:
         return f"this vLLM has no {LAYER} that a plug-in may replace ({gone})"
     del registry
-    names = ("forward_cuda", "_forward_core_fused_norm_packed", "_warmup_prefill_kernels")
+    names = ("forward_cuda", OLDER_METHOD, "_warmup_prefill_kernels")
     for name in (*names, "get_state_shape", "get_state_dtype"):
         if not hasattr(kind, name):
             return f"{LAYER} of this vLLM has no {name}"
-    if not hasattr(torch.ops.vllm, OP):
-        return f"this vLLM has no op {OP}"
+    if not (_packed(kind) or hasattr(torch.ops.vllm, OLDER_OP)):
+        return f"this vLLM has neither op {OP} nor {OLDER_OP}"
     fields = {field.name for field in dataclasses.fields(home.GDNAttentionMetadata)}
     gone = [name for name in NEEDED if name not in fields]
     return f"its metadata has no {', '.join(gone)}" if gone else None
@@ -175,12 +182,24 @@ def new_fields() -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.name not in KNOWN]
 
 
+def _packed(kind: type) -> bool:
+    return hasattr(torch.ops.vllm, OP) and hasattr(kind, METHOD)
+
+
 def op() -> Any:
     """The op at which vLLM cuts its graphs: (qkvz, ba, out, layer_name).
 
-    It calls the layer's method of the same name.
+    It calls the layer's ``_forward_core_fused_norm_packed(qkvz, ba, out)``; in a release without
+    that, ``_forward_core(qkvz, ba, empty, out)``.
     """
-    return getattr(torch.ops.vllm, OP)
+    if _packed(base()):
+        return getattr(torch.ops.vllm, OP)
+    core = getattr(torch.ops.vllm, OLDER_OP)
+
+    def older(qkvz: torch.Tensor, ba: torch.Tensor, out: torch.Tensor, layer_name: Any) -> None:
+        core(qkvz, ba, ba.new_empty(0), out, layer_name=layer_name)
+
+    return older
 
 
 def name_encoder() -> Any:
@@ -193,6 +212,12 @@ def conv_weight(layer: Any) -> torch.Tensor:
     found = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
     weight: torch.Tensor = layer.conv1d.weight if found is None else found
     return weight.squeeze(1) if weight.dim() == 3 else weight
+
+
+def conv_weight_place(layer: Any) -> int:
+    """An address that changes when vLLM loads or packs the weight elsewhere."""
+    found: int = layer.conv1d.weight.data_ptr()
+    return found
 
 
 def choose_forward(layer: Any) -> None:

@@ -37,7 +37,9 @@ class Layer(NamedTuple):
     @property
     def window(self) -> Tensor:
         """The columns of the conv state that sequences without drafts use."""
-        return self.conv_state[:, :, : self.shape.conv_width - 1]
+        columns = self.shape.conv_width - 1
+        whole = self.conv_state.shape[2] == columns
+        return self.conv_state if whole else self.conv_state[:, :, :columns]
 
     def heads(self) -> dict[str, Any]:
         """What ``conv_qkv`` has to know of the layer."""
