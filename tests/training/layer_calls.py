@@ -83,14 +83,16 @@ def convolution_and_split(
     return leaves, (HK, HV, K, V), ours
 
 
-def norm(dtype: torch.dtype, activation: str) -> tuple[Leaves, dict[str, Any], Any]:
+def norm(
+    dtype: torch.dtype, activation: str, eps: float = 1e-6
+) -> tuple[Leaves, dict[str, Any], Any]:
     """Leaves, options and output of ``rms_norm_gated``."""
     leaves = {
         "x": drawn(2, 9, 3, 40, dtype=dtype),
         "z": drawn(2, 9, 3, 40, dtype=dtype, seed=1),
         "weight": drawn(40, seed=2),
     }
-    options: dict[str, Any] = {"eps": 1e-6, "activation": activation}
+    options: dict[str, Any] = {"eps": eps, "activation": activation}
     return leaves, options, sluice.rms_norm_gated(**leaves, **options)
 
 

@@ -64,7 +64,8 @@ def norm_backward_kernel(
         z = tl.load(z_ptr + z_at[:, None] + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + y_at[:, None] + offs_v[None, :], mask=mask, other=0.0)
         dy = dy.to(tl.float32)
-        rho = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]
+        rho = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)
+        rho = tl.where(row < rows, rho, 0.0)[:, None]  # infinite without eps after the last row
         ready = x * rho
         gate = sigmoid(z)
         if SIGMOID:
