@@ -44,8 +44,9 @@ def chunk_gated_delta_rule(
     assert cu_seqlens is None or cu_seqlens.dtype == torch.int64
     raw = _raw(kwargs.get("use_gate_in_kernel"), kwargs.get("A_log"), kwargs.get("dt_bias"))
     assert bool(raw) == use_beta_sigmoid_in_kernel
+    state = None if initial_state is None else initial_state.clone()  # None: to train
     return sluice.prefill(
-        q, k, v, g, beta, normalize_qk=use_qk_l2norm_in_kernel, state=initial_state.clone(),
+        q, k, v, g, beta, normalize_qk=use_qk_l2norm_in_kernel, state=state,
         state_layout="vk" if state_v_first else "kv", cu_seqlens=cu_seqlens, **raw,
     )  # fmt: skip
 

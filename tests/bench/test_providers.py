@@ -17,16 +17,16 @@ from sluice.bench.providers.base import Call, Job
 from sluice.bench.session import Session
 
 CPU = {
-    "sluice": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer",
+    "sluice": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer train",
     "sluice:separate": "conv_qkv step layer",
     "sluice:invariant": "prefill",
-    "transformers": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
+    "transformers": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer train",
     "onnxruntime": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
     "torch": "prefill decode verify causal_conv1d conv_qkv rms_norm_gated step layer",
 }
 GPU = {
-    "fla": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer",
-    "flashqla": "prefill layer",
+    "fla": "prefill decode causal_conv1d conv_qkv rms_norm_gated step layer train",
+    "flashqla": "prefill layer train",
     "flashinfer": "prefill decode verify layer",
     "causal-conv1d": "causal_conv1d",
 }
@@ -39,6 +39,7 @@ SIZES = {
     "rms_norm_gated": ("3",),
     "step": ("N=3",),
     "layer": ("2x9",),
+    "train": ("70", "2x33", "20+1+9"),
 }
 
 
@@ -59,6 +60,18 @@ def test_a_cpu_provider_agrees_with_the_oracle(name, op, judge):
         assert verdict["method"] == "host clock"
         assert verdict["sets"] == 2
         assert verdict["first_call_s"] > 0
+
+
+def test_a_wrong_gradient_is_not_timed(judge, monkeypatch):
+    right = sluice.prefill
+
+    def wrong(q, *others, **options):  # the gradient of q is off by 1%, all else is right
+        o, state = right(q + 0.01 * (q - q.detach()), *others, **options)
+        return o, state
+
+    monkeypatch.setattr(sluice, "prefill", wrong)
+    verdict = judge("transformers", "train", "9")  # judged by float64, which is wrong here
+    assert (verdict["status"], verdict["reason"].split(":")[0]) == ("wrong", "dq")
 
 
 @pytest.mark.parametrize(

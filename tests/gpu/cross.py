@@ -73,6 +73,25 @@ def specs_of(call: Callable[[], Any], device: torch.device = DEVICE) -> list[Any
     return [spec.on(device) for spec, _ in found]
 
 
+def backward_specs_of(call: Callable[[], Any], device: torch.device = DEVICE) -> list[Any]:
+    """The specs of the backward calls of ``call``, which returns leaves, more, and outputs.
+
+    Nothing runs, so the outputs hold no numbers.
+    """
+    found = []
+
+    def described(op: Any, tensors: Any, options: Any, form: Any = None, _: Any = None) -> Any:
+        spec, outputs = calls._described(op, tensors, options, form)
+        found.append(spec.on(device))
+        return calls._allocated(tensors, outputs)
+
+    with mock.patch.object(calls, "run", described):
+        leaves, _, outputs = call()
+        made = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        torch.autograd.grad(made, list(leaves.values()), [torch.empty_like(x) for x in made])
+    return [spec for spec in found if spec.op.endswith("_backward")]
+
+
 def kernel_calls(call: Callable[[], Any], device: torch.device = DEVICE) -> list[KernelCall]:
     """The kernels that Triton's backend launches for ``call``."""
     return [launched for spec in specs_of(call, device) for launched in bound(spec).calls]
@@ -89,6 +108,18 @@ def compile_for(call: KernelCall, name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return compiler.cross_compile(variants.variant(call), TARGETS[name])
+
+
+class _TranslatedError(Exception):
+    pass
+
+
+def translate_for(call: KernelCall, name: str) -> None:
+    """Only the compiler's front end, which takes a fraction of the time: Python to Triton's IR."""
+    backend = triton.compiler.compiler.make_backend(TARGETS[name])
+    stop = mock.patch.object(type(backend), "make_ttir", side_effect=_TranslatedError)
+    with stop, contextlib.suppress(_TranslatedError):
+        compile_for(call, name)
 
 
 def resources(compiled: Any) -> Resources:

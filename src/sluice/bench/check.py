@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sluice.bench import training
 from sluice.testing import compare, oracle
 from sluice.testing.case import POOLS
 from sluice.testing.workload import Workload
@@ -30,6 +31,8 @@ class Answer:
         is a hundred-thousandth of the tolerance.
         """
         device = next(x for x in _tensors(inputs) if x.is_floating_point()).device
+        if workload.op == "train":
+            return cls(training.exact(inputs), training.limits(dtype))
         same = set(workload.case.lengths or ())
         if workload.op == "prefill" and len(same) == 1 < workload.case.N:
             exact = side_by_side(inputs, workload.case.N)

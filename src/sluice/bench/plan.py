@@ -49,6 +49,7 @@ class Entry(NamedTuple):
     raw: bool = False
 
 
+A3B_TP2 = ("Qwen3.5-35B-A3B", 2)
 A3B, BIG, BIG_TP8 = ("Qwen3.5-35B-A3B", 1), ("Qwen3.5-397B-A17B", 1), ("Qwen3.5-397B-A17B", 8)
 BIG_TP4 = ("Qwen3.5-397B-A17B", 4)
 SMALL, MIDDLE, DENSE = ("Qwen3.5-0.8B", 1), ("Qwen3.5-4B", 1), ("Qwen3.5-27B", 1)
@@ -82,6 +83,7 @@ SURFACES: dict[str, tuple[Entry, ...]] = {
         Entry("conv_qkv", (MIDDLE,), ("512", "2048", "N=1", "N=16")),
         Entry("rms_norm_gated", (MIDDLE,), ("16", "2048")),
         Entry("decode", (MIDDLE,), ("N=1", "N=8"), BF16),
+        Entry("train", (MIDDLE,), ("512",)),
     ),
     "cuda-quick": (
         Entry("decode", (A3B,), ("N=1", "N=64")),
@@ -111,6 +113,8 @@ SURFACES: dict[str, tuple[Entry, ...]] = {
         Entry("causal_conv1d", (A3B,), ("8192", "8x1024", "N=64")),
         Entry("conv_qkv", (A3B,), ("ragged", "N=64")),
         Entry("decode", (A3B,), ("N=512",)),
+        Entry("train", (A3B,), ("8192", "32768", "4x2048")),
+        Entry("train", (A3B_TP2,), ("8192", "32768")),
     ),
 }
 

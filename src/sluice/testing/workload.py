@@ -25,7 +25,7 @@ import torch
 
 from sluice.testing.case import Case
 
-PROMPT_OPS = ("prefill", "causal_conv1d", "conv_qkv", "rms_norm_gated", "layer")
+PROMPT_OPS = ("prefill", "causal_conv1d", "conv_qkv", "rms_norm_gated", "layer", "train")
 BATCH_OPS = ("decode", "verify", "step", "causal_conv1d", "conv_qkv")
 OPS = (
     "prefill",
@@ -36,6 +36,7 @@ OPS = (
     "rms_norm_gated",
     "step",
     "layer",
+    "train",
 )
 DRAFTS = 4  # draft tokens per sequence
 
@@ -60,6 +61,7 @@ ABOUT = {
     "rms_norm_gated": "norm over each head, then the gate",
     "step": "a whole layer's decode: convolution, gates, recurrence, gated norm",
     "layer": "a whole layer over prompts, from the projections to the gated norm",
+    "train": "forward and backward of prefill: gradients of q, k, v, g and beta",
 }
 
 
@@ -118,7 +120,7 @@ class Workload:
     """One case to time, with its names. ``heads`` are those of one rank."""
 
     case: Case
-    op: str  # one of OPS; "layer" is a case of "step" with more tokens than a step takes
+    op: str  # one of OPS; "layer" is a case of "step" with more tokens, "train" one of "prefill"
     model: str
     tp: int
     size: Size
@@ -135,7 +137,7 @@ class Workload:
     @property
     def bound(self) -> str:
         """The expected limit of the operator: "compute" or "memory"."""
-        return "compute" if self.op in ("prefill", "layer") else "memory"
+        return "compute" if self.op in ("prefill", "layer", "train") else "memory"
 
 
 def describe(
@@ -163,7 +165,7 @@ def describe(
     state = "" if state_dtype == torch.float32 else f"/{str(state_dtype).split('.')[1]}-state"
     case = Case(
         name=f"{op}/{shape.name}/tp{shape.tp}/{size}{state}{'/raw' if raw else ''}",
-        op="step" if op == "layer" else op,
+        op={"layer": "step", "train": "prefill"}.get(op, op),
         dtypes=(dtype,),
         Hk=shape.num_k_heads,
         Hv=shape.num_v_heads,
@@ -171,7 +173,7 @@ def describe(
         V=shape.head_v_dim,
         W=shape.conv_width,
         bias=False,
-        state="none" if op == "rms_norm_gated" else "slots",
+        state="none" if op in ("rms_norm_gated", "train") else "slots",
         state_dtype=state_dtype,
         gate_activation=shape.gate_activation,
         **_tokens(op, size),

@@ -29,6 +29,10 @@ OPS = {
     "conv_qkv": "conv_qkv",
     "rms_norm_gated": "norm",
     "step": "step",
+    "prefill_backward": "prefill_backward",
+    "causal_conv1d_backward": "conv_backward",
+    "conv_qkv_backward": "conv_backward",
+    "rms_norm_gated_backward": "norm_backward",
 }
 
 
@@ -140,8 +144,11 @@ def refuse(spec: Spec) -> str | None:
         return "Triton's interpreter truncates float32 to bfloat16: use float16 or float32"
     for name in ("K", "V"):
         width = getattr(spec, name, 0)
-        if width > MAX_HEAD_DIM and spec.op != "rms_norm_gated":
+        if width > MAX_HEAD_DIM and not spec.op.startswith("rms_norm_gated"):
             return f"{name} must be at most {MAX_HEAD_DIM}, got {width}"
+    refusal = getattr(module_of(__name__, OPS, spec.op), "refuse", None)
+    if refusal is not None and (reason := refusal(spec)) is not None:
+        return str(reason)
     if interpreted():
         return None
     return not_ready(__name__, spec, toolchain.unable)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sluice.bench import training
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, load, raw_gates
 from sluice.bench.providers.pipeline import FRESH, ROWS, WIDE
@@ -27,7 +28,7 @@ class Fla(Provider):
     devices = ("cuda",)
     compiles = "disk"
     # all but decode, whose kernel has one form
-    tunes = ("prefill", "step", "layer", "conv_qkv", "causal_conv1d", "rms_norm_gated")
+    tunes = ("prefill", "train", "step", "layer", "conv_qkv", "causal_conv1d", "rms_norm_gated")
     raw_prefill = True
 
     def helper(self, workload: Workload) -> Hashable:
@@ -77,6 +78,10 @@ class Fla(Provider):
             return chunk(i["q"], i["k"], i["v"], **keywords)
 
         return Call(run, _state_and_output(job), (ROWS, pipeline.fresh(job)))
+
+    def _train(self, job: Job) -> Call:
+        chunk, packed = load(self.package).chunk_gated_delta_rule, _packed(job)
+        return training.call(job, lambda *leaves: chunk(*leaves, **packed)[0])
 
     def _decode(self, job: Job) -> Call:
         recurrent = load(self.package).fused_recurrent_gated_delta_rule

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from sluice.bench import training
 from sluice.bench.providers import pipeline
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, load
 from sluice.testing.workload import Workload
@@ -24,7 +25,7 @@ class FlashQla(Provider):
 
     def helper(self, workload: Workload) -> Hashable | None:
         """It compiles again for every number of heads, and for prompts that it splits."""
-        if workload.op not in ("prefill", "layer"):
+        if workload.op not in ("prefill", "layer", "train"):
             return None
         return workload.heads, workload.case.N == 1
 
@@ -54,6 +55,11 @@ class FlashQla(Provider):
             lambda r: {"o": r[0], "state": r[1]},
             (pipeline.ROWS, pipeline.FRESH),
         )
+
+    def _train(self, job: Job) -> Call:
+        chunk = load(self.package).chunk_gated_delta_rule
+        bounds = job.once("cu", lambda: job.inputs["cu_seqlens"].long())
+        return training.call(job, lambda *leaves: chunk(*leaves, cu_seqlens=bounds)[0])
 
     def _layer(self, job: Job) -> Call:
         """FLA's convolution, l2 norm, gates and gated norm around FlashQLA's packed recurrence."""

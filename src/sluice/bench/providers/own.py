@@ -16,6 +16,7 @@ from torch.nn.functional import rms_norm
 
 import sluice
 from sluice import calls, dispatch
+from sluice.bench import training
 from sluice.bench.providers.base import Call, Job, Provider, RefusalError, heads_of, raw_gates
 from sluice.testing.oracle import split_projections
 from sluice.testing.workload import Workload
@@ -50,8 +51,8 @@ class Sluice(Provider):
 
     def prepare(self, job: Job) -> Call:
         call = self._call(job)
-        with calls.check_only() as found:
-            call.run()
+        with calls.check_only() as found:  # without gradients, so a training step is its forward
+            (training.forward_of(job) if job.op == "train" else call.run)()
         served = [dispatch.explain(one.spec, self.backend) for one in found]
         for explanation in served:
             if explanation.chosen is None:
@@ -62,6 +63,8 @@ class Sluice(Provider):
         return call
 
     def _call(self, job: Job) -> Call:
+        if job.op == "train":
+            return training.own(job, self.backend)
         return _layer(job, self.backend) if job.op == "layer" else _operator(job, self.backend)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
+from sluice.bench import training
 from sluice.bench.providers.base import (
     Call,
     Job,
@@ -64,6 +65,16 @@ class Transformers(Provider):
             return {"o": o, "state": _kv(torch.cat([s for _, s in result]))}
 
         return Call(run, outputs, (ROWS, *note, FRESH))
+
+    def _train(self, job: Job) -> Call:
+        chunk, r = _function("torch_chunk_gated_delta_rule"), _r(job)
+
+        def function(*leaves: Tensor) -> Tensor:
+            parts, _ = _prompts(job, list(leaves))
+            made = [_delta(chunk, *part, r=r, state=None)[0] for part in parts]
+            return torch.cat([o.flatten(0, 1) for o in made])[None]
+
+        return training.call(job, function, _prompts(job, [job.inputs["v"]])[1])
 
     def _decode(self, job: Job) -> Call:
         if job.case.state_dtype != torch.float32:
@@ -198,7 +209,7 @@ def _delta(
     beta: Tensor,
     *,
     r: int,
-    state: Tensor,
+    state: Tensor | None,
     norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if r > 1:

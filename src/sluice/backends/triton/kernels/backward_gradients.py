@@ -1,0 +1,370 @@
+"""The backward of prefill, last: gradients of queries, keys and gates.
+
+Two kernels over chunks of C tokens, docs/kernels/backward.md (G7) to (G9). With S the state before
+the chunk, dS the gradient of the state after it, and N and H of backward_pairs.py:
+
+    r_q dQ̂ = s r_q e^γ dO Sᵀ + N K
+    r_k dK̂ = Nᵀ Q + (H + Hᵀ) K + r_k e^(γ_C−γ) D dSᵀ − r_k e^γ dV Sᵀ
+
+where x̂ = r x: the gradient by x is then the one above less its part along x̂.
+
+A program of the first kernel owns a query head, one of the second a key head. Each goes over the
+value heads that share it, one after the other, so sums over heads are made in registers and in one
+order. In one kernel, both gradients would not fit into registers.
+
+Left operands are tiles as they were loaded, or their transposes. None is the transpose of what a
+product made: Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper.
+"""
+# ruff: noqa: SIM102 (what a pointer decides is an if of its own)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sluice.backends.triton.kernels.alignment import GATES, INDICES
+from sluice.backends.triton.kernels.backward_chunks import load_tile, tile_at
+from sluice.backends.triton.kernels.backward_pairs import is_hard, load_vector
+from sluice.backends.triton.kernels.math import begin, sigmoid, softplus
+from sluice.backends.triton.kernels.prefill_chunks import C
+from sluice.backends.triton.kernels.work_units import unit_span
+
+
+@triton.jit
+def load_state(
+    ptr, v, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """Rows v to v + BLOCK_V of a stored state [V, K]."""
+    offs_v = tl.arange(0, BLOCK_V)
+    offs_k = tl.arange(0, BLOCK_K)
+    at = ptr + v * K + (offs_v[:, None] * K + offs_k[None, :])
+    if (V % BLOCK_V == 0) and (BLOCK_K == K):
+        state = tl.load(at)
+    else:
+        mask = (v + offs_v < V)[:, None] & (offs_k < K)[None, :]
+        state = tl.load(at, mask=mask, other=0.0)
+    return state
+
+
+@triton.jit
+def state_products(
+    acc, x_ptr, S_ptr, t, end, stride_t,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + X Sᵀ for a chunk's rows X [C, V] and a stored state."""
+    for v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        x = load_tile(x_ptr, t, end, v, stride_t, V, BLOCK_V)
+        S = load_state(S_ptr, v, K, V, BLOCK_K, BLOCK_V)
+        acc = tl.dot(x, S, acc=acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def overlap(
+    S_ptr, dS_ptr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """⟨S, dS⟩ of two stored states: the trace of S dSᵀ, which needs no state in registers."""
+    x = tl.zeros([BLOCK_V, BLOCK_V], tl.float32)
+    for v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        S = load_state(S_ptr, v, K, V, BLOCK_K, BLOCK_V)
+        dS = load_state(dS_ptr, v, K, V, BLOCK_K, BLOCK_V)
+        x = tl.dot(S, tl.trans(dS), acc=x, input_precision=PRECISION)
+    rows = tl.arange(0, BLOCK_V)
+    return tl.sum(tl.where(rows[:, None] == rows[None, :], x, 0.0))
+
+
+@triton.jit
+def load_again(ptr, t, end, stride_t, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """``load_tile`` of what the L1 cache holds, in float32.
+
+    The compiler may not see that it is the same: it would keep the tile in registers meanwhile.
+    """
+    first, at, mask = tile_at(t, end, 0, stride_t, SIZE, BLOCK)
+    return tl.load(ptr + first + at, mask=mask, other=0.0, cache_modifier=".ca").to(tl.float32)
+
+
+@triton.jit
+def store_gradient(
+    ptr, d, x_ptr, r, t, end, stride_t, stride_x_t,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE_QK: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient by x; ``d`` is r times the one by x̂ = r x."""
+    if NORMALIZE_QK:
+        x_hat = load_again(x_ptr, t, end, stride_x_t, K, BLOCK_K) * r[:, None]
+        d = d - x_hat * tl.sum(d * x_hat, axis=1)[:, None]
+    first, at, mask = tile_at(t, end, 0, stride_t, K, BLOCK_K)
+    tl.store(ptr + first + at, d.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_of_parts(ptr, at, rows, step, PARTS: tl.constexpr):
+    """The sum of what PARTS programs left for each token."""
+    total = tl.load(ptr + at, mask=rows, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(ptr + at + part * step, mask=rows, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
+def backward_queries_kernel(
+    q_ptr,  # [B, T, HQ, K]
+    k_ptr,  # [B, T, HK, K]
+    do_ptr,  # [B, T, HO, V]; None: zeros
+    n_ptr,  # [B * T, HO, C]: N; None without dO
+    n_low_ptr,  # its low terms in hard chunks; None: there are none
+    hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
+    S_ptr,  # [B * T // C + N, HV, V, K]
+    decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q
+    r_q_ptr,  # [B * T, HQ] float32; None without norm
+    dq_ptr,  # [B, T, HQ, K]
+    by_query_ptr,  # [HO, B * T] float32: what outputs ask of decays; None without g
+    cu_seqlens_ptr,
+    N,
+    T,
+    tokens,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    begin()
+    pid = tl.program_id(0)
+    head_q = pid % HQ
+    seq, batch, start, chunk, end = unit_span((pid // HQ).to(tl.int64), cu_seqlens_ptr, N, T, C)
+    t = start + chunk * C
+    if (seq == N) | (t >= end):
+        return
+    rows = t + tl.arange(0, C) < end
+    in_row = batch * T
+    token = in_row + t + tl.arange(0, C)  # in the workspace
+    slot = (in_row + t) // C + seq
+    k_ptr += batch * stride_k_b
+    q_at = q_ptr + batch * stride_q_b + head_q * stride_q_h
+    dq = tl.zeros([C, BLOCK_K], tl.float32)
+    for j in range(HO // HQ):
+        head_o = head_q * (HO // HQ) + j
+        head_v = head_o * HV // HO
+        of_output = head_o.to(tl.int64) * tokens + token
+        if do_ptr is None:
+            if by_query_ptr is not None:
+                tl.store(by_query_ptr + of_output, tl.zeros([C], tl.float32), mask=rows)
+        else:
+            S_at = S_ptr + (slot * HV + head_v) * (K * V)
+            do_at = do_ptr + (in_row * HO + head_o) * V
+            read = state_products(
+                tl.zeros([C, BLOCK_K], tl.float32), do_at, S_at, t, end, HO * V,
+                K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
+            )  # fmt: skip
+            read = read * load_vector(decay_q_ptr, of_output, rows)[:, None]
+            if by_query_ptr is not None:
+                x = load_again(q_at, t, end, stride_q_t, K, BLOCK_K)
+                asked = tl.cumsum(tl.sum(read * x, axis=1), axis=0, reverse=True)
+                tl.store(by_query_ptr + of_output, asked, mask=rows)
+            dq += read
+            n_at = n_ptr + (in_row * HO + head_o) * C
+            n = load_tile(n_at, t, end, 0, HO * C, C, C)
+            k_at = k_ptr + (head_v // (HV // HK)) * stride_k_h
+            k = load_tile(k_at, t, end, 0, stride_k_t, K, BLOCK_K)
+            dq = tl.dot(n, k, acc=dq, input_precision=PRECISION)
+            if hard_ptr is not None:
+                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                    n_at = n_low_ptr + (in_row * HO + head_o) * C
+                    dq = tl.dot(load_tile(n_at, t, end, 0, HO * C, C, C), k, acc=dq)
+    at = dq_ptr + (in_row * HQ + head_q) * K
+    r_q = load_vector(r_q_ptr, token * HQ + head_q, rows)
+    store_gradient(at, dq, q_at, r_q, t, end, HQ * K, stride_q_t, K, BLOCK_K, r_q_ptr is not None)
+
+
+@triton.jit(
+    do_not_specialize=["N", "T", "tokens", "stride_g_b"],
+    do_not_specialize_on_alignment=[*INDICES, *GATES],
+)
+def backward_keys_kernel(
+    q_ptr,  # [B, T, HQ, K]
+    k_ptr,  # [B, T, HK, K]
+    g_ptr,  # [B, T, HV]; read if it is a raw gate
+    A_log_ptr,
+    dt_bias_ptr,
+    d_ptr,  # [B, T, HV, V]: E; v without beta
+    d_low_ptr,  # [B * T, HV, V]: low terms of E in hard chunks; None: there are none
+    n_ptr,  # [B * T, HO, C]: N; None without dO
+    h_ptr,  # [B * T, HV, C]: H; None without beta
+    hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
+    S_ptr,  # [B * T // C + N, HV, V, K]
+    dS_ptr,
+    by_pair_ptr,  # [HV, B * T] float32; None without g
+    by_query_ptr,  # [HO, B * T] float32; None without g
+    beta32_ptr,  # [HV, B * T] float32; None without beta
+    g2_ptr,  # None without g
+    decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
+    decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
+    r_k_ptr,  # [HK, B * T] float32; None without norm
+    dk_ptr,  # [B, T, HK, K]
+    y_ptr,  # [B * T, HV, V]: Y; None without beta
+    dg_ptr,  # [B, T, HV]; None without g
+    by_gate_ptr,  # [units, 2, HV] float32: Σ g dg and Σ da of each chunk; None: no raw gates
+    cu_seqlens_ptr,
+    N,
+    T,
+    tokens,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_d_b,
+    stride_d_t,
+    stride_d_h,
+    stride_g_b,
+    stride_g_t,
+    stride_g_h,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    READERS: tl.constexpr = HO // HV
+    SHARING: tl.constexpr = HV // HK
+    begin()
+    pid = tl.program_id(0)
+    head_k = pid % HK
+    unit = (pid // HK).to(tl.int64)
+    seq, batch, start, chunk, end = unit_span(unit, cu_seqlens_ptr, N, T, C)
+    t = start + chunk * C
+    offs_c = tl.arange(0, C)
+    if (seq == N) | (t >= end):
+        if by_gate_ptr is not None:
+            for j in range(SHARING):
+                at = by_gate_ptr + unit * (2 * HV) + head_k * SHARING + j
+                tl.store(at, 0.0)
+                tl.store(at + HV, 0.0)
+        return
+    rows = t + offs_c < end
+    in_row = batch * T
+    token = in_row + t + offs_c  # in the workspace
+    slot = (in_row + t) // C + seq
+    q_ptr += batch * stride_q_b
+    d_ptr += batch * stride_d_b
+    k_at = k_ptr + batch * stride_k_b + head_k * stride_k_h
+    dk = tl.zeros([C, BLOCK_K], tl.float32)
+    for j in range(SHARING):
+        head_v = head_k * SHARING + j
+        of_value = head_v.to(tl.int64) * tokens + token
+        S_at = S_ptr + (slot * HV + head_v) * (K * V)
+        dS_at = dS_ptr + (slot * HV + head_v) * (K * V)
+        d_at = d_ptr + head_v * stride_d_h  # D without beta, which is a factor
+        dg = tl.zeros([C], tl.float32)
+        if g2_ptr is not None:
+            left = tl.exp2(tl.load(g2_ptr + head_v.to(tl.int64) * tokens
+                                   + in_row + tl.minimum(t + C, end) - 1))  # fmt: skip
+            dg += overlap(S_at, dS_at, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION) * left
+
+        write = state_products(
+            tl.zeros([C, BLOCK_K], tl.float32), d_at, dS_at, t, end, stride_d_t,
+            K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
+        )  # fmt: skip
+        if hard_ptr is not None:
+            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                low_at = d_low_ptr + (in_row * HV + head_v) * V
+                write = state_products(
+                    write, low_at, dS_at, t, end, HV * V, K, V, BLOCK_K, BLOCK_V, 1, PRECISION
+                )
+        out = load_vector(beta32_ptr, of_value, rows) * load_vector(decay_out_ptr, of_value, rows)
+        write = write * out[:, None]
+        if g2_ptr is not None:
+            x = load_again(k_at, t, end, stride_k_t, K, BLOCK_K)
+            kept = tl.sum(write * x, axis=1)
+            before = offs_c[None, :] < offs_c[:, None]
+            dg += tl.sum(tl.where(before, kept[None, :], 0.0), axis=1)
+        dk += write
+
+        if n_ptr is not None:
+            for reader in tl.static_range(READERS):
+                head_o = head_v * READERS + reader
+                q_at = q_ptr + (head_o * HQ // HO) * stride_q_h
+                n = load_tile(n_ptr + (in_row * HO + head_o) * C, t, end, 0, HO * C, C, C)
+                q = load_tile(q_at, t, end, 0, stride_q_t, K, BLOCK_K)
+                dk = tl.dot(tl.trans(n), q, acc=dk, input_precision=PRECISION)
+
+        if beta32_ptr is not None:
+            y_at = y_ptr + (in_row * HV + head_v) * V
+            read = state_products(
+                tl.zeros([C, BLOCK_K], tl.float32), y_at, S_at, t, end, HV * V,
+                K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
+            )  # fmt: skip
+            beta = load_vector(beta32_ptr, of_value, rows)
+            read = read * (-beta * load_vector(decay_in_ptr, of_value, rows))[:, None]
+            if g2_ptr is not None:
+                x = load_again(k_at, t, end, stride_k_t, K, BLOCK_K)
+                dg += tl.cumsum(tl.sum(read * x, axis=1), axis=0, reverse=True)
+            dk += read
+            h = load_tile(h_ptr + (in_row * HV + head_v) * C, t, end, 0, HV * C, C, C)
+            k = load_tile(k_at, t, end, 0, stride_k_t, K, BLOCK_K)
+            dk = tl.dot(h, k, acc=dk, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(h), k, acc=dk, input_precision=PRECISION)
+
+        if g2_ptr is not None:
+            of_output = (head_v * READERS).to(tl.int64) * tokens + token
+            dg += sum_of_parts(by_query_ptr, of_output, rows, tokens, READERS)
+            dg += load_vector(by_pair_ptr, of_value, rows)
+            if A_log_ptr is not None:
+                at = g_ptr + batch * stride_g_b + head_v * stride_g_h
+                a = tl.load(at + (t + offs_c) * stride_g_t, mask=rows, other=0.0).to(tl.float32)
+                if dt_bias_ptr is not None:
+                    a += tl.load(dt_bias_ptr + head_v).to(tl.float32)
+                rate = tl.exp(tl.load(A_log_ptr + head_v).to(tl.float32))
+                dg = tl.where(rows, dg, 0.0)
+                gate_at = by_gate_ptr + unit * (2 * HV) + head_v
+                tl.store(gate_at, tl.sum(-rate * softplus(a) * dg))
+                dg = -rate * sigmoid(a) * dg
+                tl.store(gate_at + HV, tl.sum(dg))
+            at = dg_ptr + token * HV + head_v
+            tl.store(at, dg.to(dg_ptr.dtype.element_ty), mask=rows)
+    at = dk_ptr + (in_row * HK + head_k) * K
+    r_k = load_vector(r_k_ptr, head_k.to(tl.int64) * tokens + token, rows)
+    store_gradient(at, dk, k_at, r_k, t, end, HK * K, stride_k_t, K, BLOCK_K, r_k_ptr is not None)
+
+
+@triton.jit(do_not_specialize=["units"], do_not_specialize_on_alignment=GATES)
+def backward_sums_kernel(
+    by_gate_ptr,  # [units, 2, HV] float32
+    dA_log_ptr,  # [HV]
+    ddt_bias_ptr,  # [HV]; None: not given
+    units,
+    HV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    begin()
+    head_v = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    by_rate = tl.zeros([BLOCK], tl.float32)
+    by_bias = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, units, BLOCK):
+        at = by_gate_ptr + (first + offs).to(tl.int64) * (2 * HV) + head_v
+        by_rate += tl.load(at, mask=first + offs < units, other=0.0)
+        by_bias += tl.load(at + HV, mask=first + offs < units, other=0.0)
+    tl.store(dA_log_ptr + head_v, tl.sum(by_rate).to(dA_log_ptr.dtype.element_ty))
+    if ddt_bias_ptr is not None:
+        tl.store(ddt_bias_ptr + head_v, tl.sum(by_bias).to(ddt_bias_ptr.dtype.element_ty))

@@ -1,0 +1,513 @@
+"""The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
+
+Seven kernels: what depends on no state (two), the states forward, their gradients back, pairs of
+tokens, the gradients of queries, and those of keys and gates; with raw gates one more sums over
+chunks, and long sequences of few heads are split by three more. Nothing of the forward pass is kept
+but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the
+states before and after each chunk 2 each, E and Y 1 each, P, Bg, N and H 0.5 each, factors 0.1; low
+terms 3 with bfloat16; segments at most ROOM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sluice.backends.triton import configs, gpu
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, kernel_call
+from sluice.backends.triton.configs import Config
+from sluice.backends.triton.launch import Launches
+from sluice.backends.triton.prefill import (
+    EXACT,
+    INVERSE,
+    JOIN_BLOCK_V,
+    SEGMENTS,
+    STAGES,
+    WHOLE,
+    units_of,
+)
+from sluice.contract.backward import DeltaBackwardSpec
+from sluice.contract.chunk_length import CHUNK
+
+_FOLDER = "sluice.backends.triton.kernels."
+LOCAL = Kernel(_FOLDER + "backward_chunks", "backward_local_kernel")
+BACKWARD_INVERSE = Kernel(_FOLDER + "backward_chunks", "backward_inverse_kernel")
+STATES = Kernel(_FOLDER + "backward_states", "backward_states_kernel")
+JOIN = Kernel(_FOLDER + "backward_states", "backward_join_kernel")
+WALK = Kernel(_FOLDER + "backward_walk", "backward_walk_kernel")
+PAIRS = Kernel(_FOLDER + "backward_pairs", "backward_pairs_kernel")
+QUERIES = Kernel(_FOLDER + "backward_gradients", "backward_queries_kernel")
+KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
+SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
+
+
+WARPS = 4
+"""Warps of every kernel with large products. On Hopper these are one warpgroup: with two, Triton up
+to 3.8 puts no barrier between one group's products and the other's next tile in the same shared
+memory (triton-lang/triton 11047)."""
+
+
+STATES_US, WALK_US = (2.7, 1.9), (4.5, 3.5)
+JOIN_US, LAUNCHES_US = 2.0, 12.0
+"""The plan's model, for an H200, in microseconds: a chunk of each walk, and one of its effect; one
+join; three more launches. The forward's were measured; the walk's are in proportion to its
+products."""
+STATE_TOKENS, ROOM = 768, 1.0
+"""A segment's states and transition take as much memory as the values of STATE_TOKENS tokens. All
+segments together may take ROOM times the memory of v."""
+
+
+class Plan(NamedTuple):
+    """How the kernels are cut and launched."""
+
+    local: Config
+    states: Config  # BLOCK_V: value columns per program, of the walk as well
+    walk: Config
+    pairs: Config  # BLOCK_V: value columns per step, as in the next two
+    queries: Config
+    keys: Config
+    segment: int = 0  # tokens; 0: no sequence is split
+
+
+def plan_of(p: DeltaBackwardSpec) -> Plan:
+    """The plan, by shapes and the GPU alone."""
+    columns = max(16, configs.power_of_two(p.V))
+    if p.dtype == torch.float32:
+        few = Config(num_warps=WARPS, BLOCK_V=16)
+        return Plan(few, few, few, few, few, few)
+    wide = p.K > 128
+    large = gpu.shared_memory(p.device) >= 160 << 10
+    rows = 64 if gpu.has_wgmma(p.device) else 32
+    block = min(rows if not wide or large else 16, columns)
+    stages = STAGES if large and not wide else 1
+    serial = Config(num_warps=WARPS, BLOCK_V=block, num_stages=stages, fp_fusion=True)
+    last = Config(
+        num_warps=WARPS, BLOCK_V=min(64 if large else 32, columns), num_stages=2, fp_fusion=True
+    )
+    return Plan(
+        local=Config(num_warps=WARPS, fp_fusion=True),
+        states=serial,
+        walk=serial._replace(num_stages=min(stages, 2)),
+        pairs=last,
+        queries=last,
+        keys=last,
+        segment=0 if wide else best_segment(p, block, gpu.processors(p.device)),
+    )
+
+
+def best_segment(p: DeltaBackwardSpec, block: int, processors: int) -> int:
+    """Tokens of a segment by a model of rounds over the SMs; 0: no sequence is split."""
+    sequences = max(p.N, 1)
+    longest = p.T if not p.varlen else -(-p.T // sequences)
+    room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
+    lengths = [s for s in SEGMENTS if s < longest and units_of(p, s, tail=False) <= room]
+    heads, columns = sequences * p.HV, configs.blocks(p.V, block)
+    keys = configs.blocks(p.K, block)
+
+    def cost(segment: int) -> float:
+        (states, effect), (walk, effect_back) = STATES_US, WALK_US
+        if not segment:
+            rounds = configs.blocks(heads * columns, processors)
+            return rounds * configs.blocks(longest, CHUNK) * (states + walk)
+        segments, chunks = configs.blocks(longest, segment), segment // CHUNK
+        effects = configs.blocks(heads * ((segments - 1) * columns + segments * keys), processors)
+        back = configs.blocks(heads * (segments - 1) * columns, processors)
+        rounds = configs.blocks(heads * segments * columns, processors)
+        in_chunks = effects * effect + back * effect_back + rounds * (states + walk)
+        return chunks * in_chunks + segments * JOIN_US + LAUNCHES_US
+
+    return min([0, *lengths], key=cost)
+
+
+class Parts(NamedTuple):
+    """The workspace."""
+
+    p: Pointer | None  # [tokens, HO, C]; None without dO
+    p_low: Pointer | None  # low terms, in hard chunks; None without beta, unless bfloat16
+    e_low: Pointer | None  # [tokens, HV, V]
+    y: Pointer | None  # [tokens, HV, V]; None without beta
+    y_low: Pointer | None
+    hard: Pointer | None  # [HV, slots] int32
+    n: Pointer | None  # [tokens, HO, C]; None without dO
+    n_low: Pointer | None
+    h: Pointer | None  # [tokens, HV, C]; None without beta
+    by_pair: Pointer | None  # [HV, tokens]; None without g
+    b: Pointer | None  # [tokens, HV, C]; None without beta
+    b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
+    beta32: Pointer | None  # [HV, tokens]
+    e: Pointer | None  # [tokens, HV, V]
+    g2: Pointer | None  # [HV, tokens]; None without g
+    g2_low: Pointer | None  # [HV, tokens]; None without g, unless float32
+    by_query: Pointer | None  # [HO, tokens]
+    by_gate: Pointer | None  # [units, 2, HV]; None without raw gates
+    decay_in: Pointer  # [HV, tokens]
+    decay_out: Pointer
+    decay_q: Pointer  # [HO, tokens]
+    r_k: Pointer | None  # [HK, tokens]; None without norm
+    r_q: Pointer | None  # [tokens, HQ]
+    before: Pointer  # [slots, HV, V, K]: S
+    after: Pointer  # [slots, HV, V, K]: dS
+    segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
+
+
+def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
+    """Lay out the workspace."""
+    tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N
+    exact, gated, delta = p.dtype == torch.float32, p.g is not None, p.beta is not None
+
+    def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+        return memory.scratch(name, *shape, dtype=dtype) if wanted else None
+
+    lows = delta and p.dtype == torch.bfloat16
+    half = torch.float32 if exact else torch.float16
+    return Parts(
+        p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
+        p_low=part(lows and p.do is not None, "ws.p_low", tokens, p.HO, CHUNK, dtype=p.dtype),
+        e_low=part(lows, "ws.e_low", tokens, p.HV, p.V, dtype=p.dtype),
+        y=part(delta, "ws.y", tokens, p.HV, p.V, dtype=p.dtype),
+        y_low=part(lows, "ws.y_low", tokens, p.HV, p.V, dtype=p.dtype),
+        hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
+        n=part(p.do is not None, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
+        n_low=part(lows and p.do is not None, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
+        h=part(delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
+        by_pair=part(gated, "ws.by_pair", p.HV, tokens),
+        b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
+        b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
+        beta32=part(delta, "ws.beta32", p.HV, tokens),
+        e=part(delta, "ws.e", tokens, p.HV, p.V, dtype=p.dtype),
+        g2=part(gated, "ws.g2", p.HV, tokens),
+        g2_low=part(gated and exact, "ws.g2_low", p.HV, tokens),
+        by_query=part(gated, "ws.by_query", p.HO, tokens),
+        by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
+        decay_in=part(True, "ws.decay_in", p.HV, tokens),
+        decay_out=part(True, "ws.decay_out", p.HV, tokens),
+        decay_q=part(True, "ws.decay_q", p.HO, tokens),
+        r_k=part(p.normalize_qk, "ws.r_k", p.HK, tokens),
+        r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
+        before=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        after=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        segments=part(segments > 0, "ws.segments", segments, p.HV, 2 * p.V + p.K, p.K),
+    )
+
+
+def launches(spec: DeltaBackwardSpec) -> Launches:
+    """The kernels of ``prefill_backward``."""
+    return planned_launches(spec, plan_of(spec))
+
+
+FLOAT32_MEMORY = {64: 96 << 10, 128: 160 << 10, 256: 288 << 10}
+"""Shared memory that the kernels need for float32 keys, by their width rounded up."""
+
+
+def refuse(spec: DeltaBackwardSpec) -> str | None:
+    """Decay per key, and float32 keys that do not fit into shared memory."""
+    if spec.decay == "key":
+        return "the backward kernels have one decay per head, not one per key"
+    if spec.dtype == torch.float32:
+        needed = FLOAT32_MEMORY[max(64, configs.power_of_two(spec.K))]
+        if needed > gpu.shared_memory(spec.device):
+            return f"float32 keys of {spec.K} need {needed >> 10} kB of shared memory in backward"
+    return None
+
+
+def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
+    """The same by a given plan."""
+    p, memory = spec, Binding(spec)
+    exact = p.dtype == torch.float32
+    columns = configs.blocks(p.V, plan.states.BLOCK_V)
+    split = 0 < plan.segment < p.T
+    segments = units_of(p, plan.segment if split else WHOLE, tail=False)
+    w = workspace(p, memory, segments if split else 0)
+    units = units_of(p, CHUNK, tail=True)
+    BLOCK_K = max(16, configs.power_of_two(p.K))
+    sizes = {
+        "cu_seqlens_ptr": memory.dense("cu_seqlens"),
+        "N": p.N,
+        "T": p.T,
+        "tokens": p.B * p.T,
+        "HK": p.HK,
+        "HV": p.HV,
+        "K": p.K,
+        "PRECISION": EXACT if exact else "tf32",
+    }
+    raw = {"A_log_ptr": memory.dense("A_log"), "dt_bias_ptr": memory.dense("dt_bias")}
+    scales = {"scale": p.q_scale, "beta_scale": p.beta_scale}
+    calls = [
+        kernel_call(
+            LOCAL,
+            units * p.HV,
+            plan.local,
+            p.device,
+            q_ptr=memory["q"],
+            k_ptr=memory["k"],
+            g_ptr=memory["g"],
+            beta_ptr=memory["beta"],
+            **raw,
+            p_ptr=w.p,
+            p_low_ptr=w.p_low,
+            hard_ptr=w.hard,
+            dq_ptr=memory["dq"],
+            dk_ptr=memory["dk"],
+            dv_ptr=memory["dv"],
+            dg_ptr=memory["dg"],
+            dbeta_ptr=memory["dbeta"],
+            beta32_ptr=w.beta32,
+            g2_ptr=w.g2,
+            g2_low_ptr=w.g2_low,
+            decay_in_ptr=w.decay_in,
+            decay_out_ptr=w.decay_out,
+            decay_q_ptr=w.decay_q,
+            r_k_ptr=w.r_k,
+            r_q_ptr=w.r_q,
+            **scales,
+            **sizes,
+            **memory.strides("q", "bth"),
+            **memory.strides("k", "bth"),
+            **memory.strides("g", "bth"),
+            **memory.strides("beta", "bth"),
+            HQ=p.HQ,
+            V=p.V,
+            BLOCK_K=min(BLOCK_K, 32 if exact else 128),
+        )
+    ]
+    if w.b is not None:
+        calls.append(
+            kernel_call(
+                BACKWARD_INVERSE,
+                units * p.HV,
+                INVERSE,
+                p.device,
+                k_ptr=memory["k"],
+                beta32_ptr=w.beta32,
+                g2_ptr=w.g2,
+                g2_low_ptr=w.g2_low,
+                r_k_ptr=w.r_k,
+                b_ptr=w.b,
+                b_down_ptr=w.b_down,
+                **sizes,
+                **memory.strides("k", "bth"),
+                BLOCK_K=BLOCK_K,
+            )
+        )
+    sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
+    calls += _walks(p, memory, w, plan, sizes, segments, columns)
+    calls += _gradients(p, memory, w, plan, sizes, units)
+    if w.by_gate is not None:
+        calls.append(gate_sums(memory, w.by_gate, units, p.HV))
+    return Launches(spec, memory, calls)
+
+
+def _walks(
+    p: DeltaBackwardSpec,
+    memory: Binding,
+    w: Parts,
+    plan: Plan,
+    sizes: dict[str, Any],
+    segments: int,
+    columns: int,
+) -> list[KernelCall]:
+    """The walk over states, and the one back; before them, where sequences are split, the states
+    at the borders of segments."""
+    split = w.segments is not None
+    common = {
+        "k_ptr": memory["k"],
+        "b_ptr": w.b,
+        "b_down_ptr": w.b_down,
+        "beta32_ptr": w.beta32,
+        "decay_in_ptr": w.decay_in,
+        "decay_out_ptr": w.decay_out,
+        "g2_ptr": w.g2,
+        "hard_ptr": w.hard,
+        "segments_ptr": w.segments,
+        "segment_size": plan.segment if split else WHOLE,
+        **sizes,
+        **memory.strides("k", "bth"),
+        "BLOCK_V": plan.states.BLOCK_V,
+        "STATE_KV": p.state_layout == "kv",
+    }
+
+    def states(effect: bool) -> KernelCall:
+        blocks = columns + configs.blocks(p.K, plan.states.BLOCK_V) if effect else columns
+        return kernel_call(
+            STATES,
+            segments * p.HV * blocks,
+            plan.states,
+            p.device,
+            **common,
+            v_ptr=memory["v"],
+            e_ptr=w.e,
+            e_low_ptr=w.e_low,
+            state_ptr=memory.dense("state"),
+            S_ptr=w.before,
+            **memory.strides("v", "bth"),
+            STAGES=plan.states.num_stages,
+            EFFECT=effect,
+        )
+
+    def walk(effect: bool) -> KernelCall:
+        return kernel_call(
+            WALK,
+            segments * p.HV * columns,
+            plan.walk,
+            p.device,
+            **common,
+            q_ptr=memory["q"],
+            do_ptr=memory["do"],
+            decay_q_ptr=w.decay_q,
+            p_ptr=w.p,
+            p_low_ptr=w.p_low,
+            dv_ptr=memory["dv"],
+            y_ptr=w.y,
+            y_low_ptr=w.y_low,
+            dS_ptr=w.after,
+            dfinal_ptr=memory.dense("dfinal"),
+            dstate_ptr=memory["dstate"],
+            **memory.strides("q", "bth"),
+            HQ=p.HQ,
+            STAGES=plan.walk.num_stages,
+            EFFECT=effect,
+        )
+
+    if not split:
+        return [states(False), walk(False)]
+    join = kernel_call(
+        JOIN,
+        p.N * p.HV * configs.blocks(p.V, JOIN_BLOCK_V) * 2,
+        Config(num_warps=8),
+        p.device,
+        segments_ptr=w.segments,
+        state_ptr=memory.dense("state"),
+        dfinal_ptr=memory.dense("dfinal"),
+        cu_seqlens_ptr=memory.dense("cu_seqlens"),
+        N=p.N,
+        T=p.T,
+        segment_size=plan.segment,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BLOCK_K=max(16, configs.power_of_two(p.K)),
+        BLOCK_V=JOIN_BLOCK_V,
+        STAGES=2 if gpu.shared_memory(p.device) >= 160 << 10 else 1,
+        PRECISION=EXACT,
+        STATE_KV=p.state_layout == "kv",
+    )
+    return [states(True), walk(True), join, states(False), walk(False)]
+
+
+def _gradients(
+    p: DeltaBackwardSpec,
+    memory: Binding,
+    w: Parts,
+    plan: Plan,
+    sizes: dict[str, Any],
+    units: int,
+) -> list[KernelCall]:
+    """What pairs of tokens ask; the gradients of queries, then those of keys and gates."""
+    if w.e is None:
+        d = {"d_ptr": memory["v"], **memory.strides("v", "bth", "d")}
+    else:
+        row = p.HV * p.V
+        d = {"d_ptr": w.e, "stride_d_b": p.T * row if p.B > 1 else 0}
+        d |= {"stride_d_t": row, "stride_d_h": p.V}
+    d |= {"d_low_ptr": w.e_low}
+    common = {
+        "k_ptr": memory["k"],
+        "hard_ptr": w.hard,
+        "n_ptr": w.n,
+        **sizes,
+        **memory.strides("k", "bth"),
+        "HQ": p.HQ,
+    }
+    pairs = kernel_call(
+        PAIRS,
+        units * p.HV,
+        plan.pairs,
+        p.device,
+        **common,
+        **d,
+        do_ptr=memory["do"],
+        y_ptr=w.y,
+        y_low_ptr=w.y_low,
+        p_ptr=w.p,
+        p_low_ptr=w.p_low,
+        beta32_ptr=w.beta32,
+        g2_ptr=w.g2,
+        g2_low_ptr=w.g2_low,
+        r_k_ptr=w.r_k,
+        r_q_ptr=w.r_q,
+        n_low_ptr=w.n_low,
+        h_ptr=w.h,
+        by_pair_ptr=w.by_pair,
+        dbeta_ptr=memory["dbeta"],
+        scale=p.q_scale,
+        beta_scale=p.beta_scale,
+        BLOCK_V=plan.pairs.BLOCK_V,
+        STAGES=plan.pairs.num_stages,
+        RAW_BETA=p.raw_gates,
+    )
+    queries = kernel_call(
+        QUERIES,
+        units * p.HQ,
+        plan.queries,
+        p.device,
+        **common,
+        q_ptr=memory["q"],
+        do_ptr=memory["do"],
+        n_low_ptr=w.n_low,
+        S_ptr=w.before,
+        decay_q_ptr=w.decay_q,
+        r_q_ptr=w.r_q,
+        dq_ptr=memory["dq"],
+        by_query_ptr=w.by_query,
+        **memory.strides("q", "bth"),
+        BLOCK_V=plan.queries.BLOCK_V,
+        STAGES=plan.queries.num_stages,
+    )
+    keys = kernel_call(
+        KEYS,
+        units * p.HK,
+        plan.keys,
+        p.device,
+        **common,
+        **d,
+        q_ptr=memory["q"],
+        g_ptr=memory["g"],
+        A_log_ptr=memory.dense("A_log"),
+        dt_bias_ptr=memory.dense("dt_bias"),
+        h_ptr=w.h,
+        S_ptr=w.before,
+        dS_ptr=w.after,
+        by_pair_ptr=w.by_pair,
+        by_query_ptr=w.by_query,
+        beta32_ptr=w.beta32,
+        g2_ptr=w.g2,
+        decay_in_ptr=w.decay_in,
+        decay_out_ptr=w.decay_out,
+        r_k_ptr=w.r_k,
+        y_ptr=w.y,
+        dk_ptr=memory["dk"],
+        dg_ptr=memory["dg"],
+        by_gate_ptr=w.by_gate,
+        **memory.strides("q", "bth"),
+        **memory.strides("g", "bth"),
+        BLOCK_V=plan.keys.BLOCK_V,
+        STAGES=plan.keys.num_stages,
+    )
+    return [pairs, queries, keys]
+
+
+def gate_sums(memory: Binding, parts: Pointer, count: int, HV: int) -> KernelCall:
+    """The launch that sums ``parts`` [count, 2, HV] into dA_log and ddt_bias."""
+    return kernel_call(
+        SUMS,
+        HV,
+        Config(num_warps=4),
+        memory.spec.device,
+        by_gate_ptr=parts,
+        dA_log_ptr=memory["dA_log"],
+        ddt_bias_ptr=memory["ddt_bias"],
+        units=count,
+        HV=HV,
+        BLOCK=128,
+    )

@@ -1,0 +1,131 @@
+"""The Triton kernels of the backward compile for GPUs that are not here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import sluice
+from sluice.backends.triton import interpreted, prefill_backward
+from sluice.backends.triton.arguments import KernelCall
+from sluice.backends.triton.variants import variant
+from tests.gpu.cross import (
+    SHARED,
+    backward_specs_of,
+    bound,
+    compile_for,
+    gpu_like,
+    resources,
+    translate_for,
+)
+from tests.training import layer_calls
+from tests.training.calls import Call
+from tests.training.triton_calls import HARD, KINDS, SPLIT, WIDE, WIDE_SPLIT
+
+pytestmark = [
+    pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
+    pytest.mark.slow,
+]
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+SPILLS = {
+    "backward_walk_kernel": 192,
+    "backward_pairs_kernel": 64,
+    "backward_queries_kernel": 96,
+    "backward_keys_kernel": 832,
+}
+"""Bytes of stack per thread on Hopper."""
+USUAL = Call("usual", B=1, T=2048, K=128, V=128)
+
+
+def prefill(call: Call, dtype: torch.dtype) -> tuple[Any, None, Any]:
+    leaves, options = call.make(dtype)
+    return leaves, None, sluice.prefill(**leaves, **options)
+
+
+def every() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What tests/training runs on a GPU, by name."""
+    half = [KINDS[0], KINDS[4], KINDS[5], *HARD, *WIDE]
+    of_dtype = {FLOAT32: [*KINDS, *HARD, *WIDE[:3]], BFLOAT16: half, FLOAT16: WIDE}
+    for dtype, calls in of_dtype.items():
+        for call in calls:
+            yield f"{call}, {dtype}", partial(prefill, call, dtype)
+    yield from layer_calls.every((FLOAT32, BFLOAT16))
+
+
+def split() -> Iterator[Callable[[], Any]]:
+    """What it runs with every sequence split."""
+    for call in SPLIT:
+        yield partial(prefill, call, FLOAT32)
+    for call in (*SPLIT, *WIDE_SPLIT):
+        yield partial(prefill, call, BFLOAT16)
+
+
+def launches(
+    target: str, *calls: Callable[[], Any], segment: int | None = None
+) -> list[KernelCall]:
+    """What these calls launch in backward on such a GPU; of launches of one variant the first."""
+    found: dict[Any, KernelCall] = {}
+    with gpu_like(target) as device:
+        for call in calls:
+            for spec in backward_specs_of(call, device):
+                made = bound(spec)
+                if segment is not None:
+                    plan = prefill_backward.plan_of(spec)._replace(segment=segment)
+                    made = prefill_backward.planned_launches(spec, plan)
+                for launch in made.calls:
+                    found.setdefault(variant(launch), launch)
+    return list(found.values())
+
+
+def test_the_compiler_understands_every_kernel_of_the_tests():
+    """Triton's interpreter runs a branch alone; the compiler looks at both sides.
+
+    A branch that no call takes must not even be looked at: ``if ptr is not None`` around it, or the
+    kernel compiles only where the pointer is given. The front end finds that in no time, so every
+    variant goes through it; ``--long`` compiles them all.
+    """
+    seen = launches("sm_90", *(call for _, call in every()))
+    seen += launches("sm_90", *split(), segment=64)
+    assert any(launch.arguments.get("EFFECT") for launch in seen)
+    for launch in seen:
+        translate_for(launch, "sm_90")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in every()])
+def test_every_kernel_of_the_tests_compiles_and_fits(call):
+    """Met in ``make test`` by the front end above, and by the two calls below."""
+    for launch in launches("sm_90", call):
+        used = resources(compile_for(launch, "sm_90"))
+        assert used.shared <= 1024 * SHARED["sm_90"], f"{launch.kernel.name}: {used}"
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_89"])
+def test_the_kernels_fit(target):
+    for launch in launches(target, partial(prefill, USUAL, BFLOAT16)):
+        used, kernel = resources(compile_for(launch, target)), launch.kernel.name
+        assert used.shared <= 1024 * SHARED[target], f"{kernel}: {used}"
+        if target == "sm_90":
+            assert used.spills <= SPILLS.get(kernel, 32), f"{kernel}: {used}"
+
+
+def test_no_operand_is_the_transpose_of_what_a_product_made():
+    """Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper (FLA 640, 984).
+
+    And no program with such products has two warpgroups: Triton up to 3.8 lets one overwrite what
+    the other's products still read (triton-lang/triton 11047).
+    """
+    turned = re.compile(r"tt\.trans .*: tensor<\w*x(f32|f16|bf16),")
+    for launch in launches("sm_90", partial(prefill, USUAL, BFLOAT16)):
+        code = compile_for(launch, "sm_90").asm["ttgir"]
+        if "warp_group_dot" in code:
+            assert not turned.search(code), launch.kernel.name
+            assert "#ttg.linear" not in code, launch.kernel.name
+            assert launch.options["num_warps"] == 4, launch.kernel.name
