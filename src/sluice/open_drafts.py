@@ -131,9 +131,8 @@ def _write(place: int, spec: Any, t: Any) -> None:
             continue
         if target is not None and _same(mark, target):
             mark.by, mark.rows = spec.op, None
-        elif rows is not None and (mark.slots is None or _by_value(t.state)):
-            if rows:
-                mark.by, mark.rows = spec.op, mark.rows | rows
+        elif rows and (mark.slots is None or _by_value(t.state)):
+            mark.by, mark.rows = spec.op, mark.rows | rows
     _forget(place)
 
 

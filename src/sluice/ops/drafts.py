@@ -14,8 +14,8 @@ from sluice.contract import checks, values
 from sluice.contract.draft_spec import CommitSpec, VerifySpec
 from sluice.contract.errors import ContractError
 from sluice.contract.names import BackendName, HeadLayout, StateLayout
-from sluice.ops.delta import canonical_delta
 from sluice.open_drafts import Mark
+from sluice.ops.delta import canonical_delta
 from sluice.torch_ops import register
 
 
