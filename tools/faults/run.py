@@ -54,13 +54,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sample", type=int, help="so many, drawn by --seed")
     parser.add_argument("--seed", default=str(datetime.date.today()), help="the date by default")
-    parser.add_argument("--only", default="", help="ids that contain one of these, with commas")
+    parser.add_argument("--only", default="", help="ids that begin with one of these, with commas")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--again", action="store_true", help="also those that were run before")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin none after so long")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without faults")
     given = parser.parse_args()
-    wanted = [f for f in read() if any(t in f.id for t in given.only.split(","))]
+    wanted = [f for f in read() if any(f.id.startswith(t) for t in given.only.split(","))]
     if absent := [] if _has_gpu() else [f.id for f in wanted if f.gpu]:
         print(f"left out without a GPU: {', '.join(absent)}")
         wanted = [f for f in wanted if not f.gpu]
@@ -136,7 +136,8 @@ def _kept() -> dict[str, Outcome]:
         for line in RESULTS.read_text().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)
-                found[entry.pop("key")] = Outcome(**entry)
+                key = entry.pop("key")
+                found[key] = Outcome(**entry)
     return found
 
 

@@ -1,0 +1,61 @@
+"""Hopper's plan and workspace, machine code by device, and what a damaged file of kernels is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from sluice.backends import hopper
+from sluice.backends.hopper import prefill
+from sluice.backends.triton import launch, shipped
+from sluice.contract.chunk_length import CHUNK
+from sluice.contract.meta import Meta
+from sluice.layers import QwenShape
+from sluice.model_calls import ModelCalls
+from tests.gpu.cross import gpu_like
+
+
+def spec(**changes: Any) -> Any:
+    model = ModelCalls(QwenShape("", 64, 2, 4, 4, (0,)))
+    return replace(model.call("prefill", "", 2, 300, True).spec(torch.device("cuda", 0)), **changes)
+
+
+def test_a_segment_is_whole_chunks():
+    assert all(segment % CHUNK == 0 for segment in prefill.SEGMENTS)
+
+
+def test_the_workspace_has_a_chunk_for_each_checkpoint_inside_of_one():
+    slots = Meta((2, 5), (5, 1), torch.int64, torch.device("cuda", 0))
+    for every, tails in ((50, 10), (64, 0)):
+        p = spec(checkpoint_slots=slots, checkpoint_every=every)
+        with gpu_like("sm_90"):
+            made = prefill.planned_launches(p, prefill.Plan(0, 64))
+        tokens = p.B * p.T + tails * CHUNK
+        assert made._workspace["ws.ag"][1] == (tokens, p.HV, CHUNK)
+        assert made._workspace["ws.beta32"][1] == (p.HV, tokens)
+
+
+def test_machine_code_is_loaded_for_each_device(monkeypatch):
+    """A function belongs to the context of one device."""
+    loads = []
+    monkeypatch.setattr(launch, "_codes", {})
+    monkeypatch.setattr(launch, "_machine_codes", lambda needed, device: ["code"] * len(needed))
+    monkeypatch.setattr(launch, "_load", lambda v, code, device: loads.append(device) or device)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    for device in (second, first, second):
+        assert launch._loaded(["variant"], device) == [device]
+    assert loads == [second, first]
+
+
+def test_a_damaged_file_is_no_verdict_on_a_release(monkeypatch):
+    monkeypatch.setattr(hopper, "untried", lambda: "never ran with it")
+    monkeypatch.setattr(hopper, "_failed", [])
+    with pytest.raises(shipped.DamagedKernelError), hopper._trial():
+        raise shipped.DamagedKernelError("its SHA-256 is another")
+    assert hopper._failed == []

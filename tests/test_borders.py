@@ -1,0 +1,89 @@
+"""Limits exactly at their border, and limits of a row that are not those of its batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sluice
+from sluice.testing.compare import assert_same_bits
+from tests.suite import backends
+
+HV, K, P = 2, 16, 7
+
+
+def tokens(*lead: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*lead, HV, K, generator=generator)
+    return {"q": x, "k": x.clone(), "v": x.clone()}
+
+
+def pool() -> torch.Tensor:
+    return torch.randn(P, HV, K, K, generator=torch.Generator().manual_seed(1))
+
+
+def index(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize("backend", backends("decode"))
+@pytest.mark.parametrize("name", ["slots", "write_slots"])
+def test_the_slot_behind_the_last_is_refused(backend, name):
+    state = pool()
+    before, given = state.clone(), {"slots": index(1, 2), name: index(1, P)}
+    with pytest.raises(sluice.ContractError, match=rf"{name}\[1\]: expected less than 7 slots"):
+        sluice.decode(**tokens(2, 1), state=state, backend=backend, **given)
+    assert_same_bits(state, before, "state")
+    given[name] = index(1, P - 1)
+    sluice.decode(**tokens(2, 1), state=state, backend=backend, **given)
+
+
+@pytest.mark.parametrize("backend", backends("verify"))
+def test_accepted_tokens_are_held_to_the_rows_own_length(backend):
+    """Of packed drafts, a row's length and not the number of all tokens."""
+    state = pool()
+    borders, where = index(0, 1, 4), {"slots": index(1, 2), "backend": backend}
+    _, draft = sluice.verify(**tokens(4), state=state, cu_seqlens=borders, **where)
+    before = state.clone()
+    with pytest.raises(sluice.ContractError, match=r"num_accepted\[0\]: expected 0 to 1 tokens"):
+        sluice.commit(draft, index(2, 1), backend=backend)
+    assert_same_bits(state, before, "state")
+    sluice.commit(draft, index(1, 3), backend=backend)
+
+
+@pytest.mark.parametrize("backend", backends("prefill"))
+def test_a_checkpoint_is_held_to_the_rows_own_length(backend):
+    state = pool()
+    where = {"slots": index(1, 2), "cu_seqlens": index(0, 3, 9), "backend": backend}
+    before = state.clone()
+    kept = sluice.Checkpoints(torch.tensor([[4], [5]]), positions=torch.tensor([[4], [6]]))
+    with pytest.raises(sluice.ContractError, match=r"positions\[0, 0\]: expected 0 to 3 tokens"):
+        sluice.prefill(**tokens(9), state=state, checkpoints=kept, **where)
+    assert_same_bits(state, before, "state")
+    kept = sluice.Checkpoints(torch.tensor([[4], [5]]), positions=torch.tensor([[3], [6]]))
+    sluice.prefill(**tokens(9), state=state, checkpoints=kept, **where)
+
+
+def test_buffers_with_gaps_are_refused():
+    whole = torch.zeros(P, 3, HV, 2 * K)
+    buffers = sluice.DraftBuffers(whole[..., :K], torch.zeros(P, 3, HV, K))
+    with pytest.raises(sluice.ContractError, match="buffers.k: expected contiguous"):
+        sluice.verify(**tokens(2, 3), state=pool(), slots=index(1, 2), buffers=buffers)
+
+
+@pytest.mark.parametrize("backend", backends("prefill"))
+def test_a_gate_of_the_last_token_that_is_no_number_is_refused(backend):
+    gate = -torch.ones(9, HV)
+    gate[2, 1] = float("nan")  # the last of the first sequence; the tail may hold anything
+    gate[8] = float("nan")
+    where = {"cu_seqlens": index(0, 3, 8), "backend": backend}
+    with pytest.raises(sluice.ContractError, match=r"g: expected finite values, got nan at \[0, 2"):
+        sluice.prefill(**tokens(9), g=gate, **where)
+    gate[2, 1] = -1.0
+    sluice.prefill(**tokens(9), g=gate, **where)
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "causal_conv1d", "rms_norm_gated"])
+def test_kernels_come_before_plain_torch(op):
+    plain = [name for name in backends(op) if name in ("chunked", "reference")]
+    assert backends(op)[-len(plain) :] == plain
