@@ -57,6 +57,11 @@ def test_every_row_of_the_table_has_a_fault():
     assert covered - rows == set(), "rows that are not in the table"
 
 
+def test_the_documentation_lists_the_faults_of_each_row():
+    text = (ROOT / "docs/reliability.md").read_text("utf-8")
+    assert faults.listed(FAULTS) in text, "put in what `python tools/faults/faults.py` prints"
+
+
 def test_there_are_many_and_each_part_has_some():
     assert len(FAULTS) >= 150
     parts = {fault.file.split("/")[2] for fault in FAULTS}

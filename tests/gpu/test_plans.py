@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from sluice.backends import hopper
 from sluice.backends.hopper import prefill
-from sluice.backends.triton import launch, shipped
+from sluice.backends.triton import arguments, launch, shipped, variants
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.meta import Meta
 from sluice.layers import QwenShape
@@ -59,3 +60,31 @@ def test_a_damaged_file_is_no_verdict_on_a_release(monkeypatch):
     with pytest.raises(shipped.DamagedKernelError), hopper._trial():
         raise shipped.DamagedKernelError("its SHA-256 is another")
     assert hopper._failed == []
+
+
+def test_whatever_the_compiler_is_told_is_in_the_name_of_machine_code():
+    told = variants.Variant(
+        arguments.Kernel("sluice.some", "kernel"),
+        (variants.Parameter("x", "*bf16", None, True), variants.Parameter("N", "constexpr", 4)),
+        (("num_warps", 4),),
+    )
+    pointer, number = told.parameters
+    others = [
+        told._replace(kernel=arguments.Kernel("sluice.some", "another")),
+        told._replace(parameters=(pointer._replace(kind="*fp16"), number)),
+        told._replace(parameters=(pointer._replace(aligned=False), number)),
+        told._replace(parameters=(pointer, number._replace(value=8))),
+        told._replace(options=(("num_warps", 8),)),
+    ]
+    assert len({told.key, *(other.key for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("stride", "kind"), [(2**31 - 1, "i32"), (2**31, "i64"), (-(2**31), "i32")]
+)
+def test_a_number_beyond_32_bits_is_told_and_handed_over_in_64(monkeypatch, stride, kind):
+    """Reliability row 5."""
+    kernel = arguments.Kernel("sluice.some", f"kernel_{stride}")
+    monkeypatch.setattr(variants, "parameters", lambda _: (("stride", False, True, False),))
+    call = SimpleNamespace(kernel=kernel, arguments={"stride": stride}, options={})
+    assert variants.variant(call).parameters[0].kind == kind

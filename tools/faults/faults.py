@@ -81,3 +81,16 @@ def sample(faults: list[Fault], number: int, seed: str) -> list[Fault]:
     """Some of the faults, the same for the same seed, in their order."""
     chosen = random.Random(seed).sample(range(len(faults)), min(number, len(faults)))
     return [faults[i] for i in sorted(chosen)]
+
+
+def listed(faults: list[Fault]) -> str:
+    """The faults that stand for each row of docs/reliability.md, as Markdown."""
+    rows: dict[int, list[str]] = {}
+    for fault in faults:
+        for row in fault.row:
+            rows.setdefault(row, []).append(f"`{fault.id}`")
+    return "\n".join(f"- {row}: {', '.join(rows[row])}" for row in sorted(rows))
+
+
+if __name__ == "__main__":
+    print(listed(read()))
