@@ -87,3 +87,39 @@ def test_a_gate_of_the_last_token_that_is_no_number_is_refused(backend):
 def test_kernels_come_before_plain_torch(op):
     plain = [name for name in backends(op) if name in ("chunked", "reference")]
     assert backends(op)[-len(plain) :] == plain
+
+
+def test_explain_leaves_gradients_as_they_were():
+    for on in (True, False):
+        with torch.set_grad_enabled(on):
+            sluice.explain("decode", **tokens(2, 3))
+            assert torch.is_grad_enabled() is on
+
+
+def test_a_window_that_a_gradient_goes_through_is_not_written():
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    window = torch.randn(2, 8, 3)
+    before = window.clone()
+    y, final = sluice.causal_conv1d(x, torch.ones(8, 4), initial_state=window)
+    y.sum().backward()
+    assert_same_bits(window, before, "the initial window")
+    assert not torch.equal(final, before)
+
+
+@pytest.mark.parametrize("backend", backends("causal_conv1d"))
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 17])
+def test_a_window_kept_early_in_a_long_sequence_holds_no_other_sequence(backend, position):
+    """Shorter than the window, as long as it, and longer."""
+    generator = torch.Generator().manual_seed(0)
+    x, state = torch.randn(60, 8, generator=generator), torch.randn(6, 8, 3, generator=generator)
+    weight, first = torch.ones(8, 4), state.clone()
+    kept = sluice.Checkpoints(
+        torch.tensor([[4], [5]]), positions=torch.tensor([[position], [position]])
+    )
+    where = {"slots": index(1, 2), "backend": backend}
+    sluice.causal_conv1d(
+        x, weight, state=state, cu_seqlens=index(0, 25, 60), checkpoints=kept, **where
+    )
+    for slot, start, own in ((4, 0, 1), (5, 25, 2)):
+        stream = torch.cat([first[own], x[start : start + position].T], 1)
+        assert_same_bits(state[slot], stream[:, -3:], f"slot {slot}")

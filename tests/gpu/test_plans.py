@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from sluice import dispatch
 from sluice.backends import hopper
 from sluice.backends.hopper import prefill
 from sluice.backends.triton import arguments, launch, shipped, variants
@@ -88,3 +89,35 @@ def test_a_number_beyond_32_bits_is_told_and_handed_over_in_64(monkeypatch, stri
     monkeypatch.setattr(variants, "parameters", lambda _: (("stride", False, True, False),))
     call = SimpleNamespace(kernel=kernel, arguments={"stride": stride}, options={})
     assert variants.variant(call).parameters[0].kind == kind
+
+
+def _choice(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A choice whose q and k must begin at a multiple of 16 bytes."""
+    monkeypatch.setattr(dispatch, "explain", lambda *_: None)
+    choice = object.__new__(dispatch.Choice)
+    choice.spec, choice.backend = SimpleNamespace(TENSORS=("q", "k", "g"), op="prefill"), None
+    choice.aligned, choice.check_values, choice.always_checks = [0, 1], None, False
+    choice.warning, choice._elsewhere = None, {}
+    monkeypatch.setattr(dispatch, "Choice", _Elsewhere)
+    return choice
+
+
+class _Elsewhere:
+    warning = None
+
+    def __init__(self, *_: Any, misplaced: tuple[str, ...]) -> None:
+        self.misplaced = misplaced
+
+
+def test_every_address_decides_for_itself_and_by_16_bytes(monkeypatch):
+    choice, memory = _choice(monkeypatch), torch.zeros(64, dtype=torch.float16)
+    good, eight, two = memory[:8], memory[4:12], memory[1:9]
+    assert good.data_ptr() % 16 == 0
+    assert choice.ready([good, good, two], False) is choice
+    for tensors, names in (
+        ([eight, good, good], ("q",)),
+        ([good, eight, good], ("k",)),
+        ([two, eight, good], ("q", "k")),
+        ([eight, good, two], ("q",)),
+    ):
+        assert choice.ready(tensors, False).misplaced == names
