@@ -67,7 +67,7 @@ def test_a_checkpoint_is_held_to_the_rows_own_length(backend):
 def test_buffers_with_gaps_are_refused():
     whole = torch.zeros(P, 3, HV, 2 * K)
     buffers = sluice.DraftBuffers(whole[..., :K], torch.zeros(P, 3, HV, K))
-    with pytest.raises(sluice.ContractError, match="buffers.k: expected contiguous"):
+    with pytest.raises(sluice.ContractError, match=r"buffers\.k: expected contiguous"):
         sluice.verify(**tokens(2, 3), state=pool(), slots=index(1, 2), buffers=buffers)
 
 
@@ -123,3 +123,15 @@ def test_a_window_kept_early_in_a_long_sequence_holds_no_other_sequence(backend,
     for slot, start, own in ((4, 0, 1), (5, 25, 2)):
         stream = torch.cat([first[own], x[start : start + position].T], 1)
         assert_same_bits(state[slot], stream[:, -3:], f"slot {slot}")
+
+
+@pytest.mark.parametrize("backend", backends("causal_conv1d"))
+def test_a_checkpoint_that_a_short_sequence_does_not_reach_is_not_written(backend):
+    state = torch.randn(8, 8, 3, generator=torch.Generator().manual_seed(0))
+    before, x = state.clone(), torch.randn(43, 8, generator=torch.Generator().manual_seed(1))
+    kept = sluice.Checkpoints(torch.tensor([[4, 5], [6, 7]]), every=16)
+    where = {"slots": index(1, 2), "cu_seqlens": index(0, 3, 43), "backend": backend}
+    sluice.causal_conv1d(x, torch.ones(8, 4), state=state, checkpoints=kept, **where)
+    assert_same_bits(state[[4, 5]], before[[4, 5]], "slots that were not reached")
+    assert_same_bits(state[6], x[16:19].T.contiguous(), "the window after 16 tokens")
+    assert_same_bits(state[7], x[32:35].T.contiguous(), "the window after 32 tokens")
