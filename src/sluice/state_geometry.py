@@ -285,12 +285,12 @@ class StateSnapshot:
             raise
         except (safetensors.SafetensorError, ValueError, LookupError, TypeError) as error:
             raise PoolError(f"load: {path}: expected a state snapshot, got: {error}") from error
-        found = StateSnapshot(geometry, **tensors)
+        snapshot = StateSnapshot(geometry, **tensors)
         for name, x in tensors.items():
             if about.get(f"sha256 {name}") != checksum(x):
                 text = f"load: {path}: expected {name} as it was saved, got other bytes (checksum)"
                 raise PoolError(f"{text}: the file is damaged")
-        return found if torch.device(device).type == "cpu" else found.to(device)
+        return snapshot if torch.device(device).type == "cpu" else snapshot.to(device)
 
 
 def checksum(x: torch.Tensor) -> str:

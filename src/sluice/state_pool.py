@@ -163,8 +163,14 @@ class StatePool:
         >>> StatePool.for_model("qwen3.5-0.8b", slots=1, tp=16).layer(17)[1].shape
         torch.Size([1, 1, 128, 128])
         """
-        options = {"state_dtype": state_dtype, "conv_dtype": conv_dtype, "tag": tag}
-        geometry = PoolGeometry.for_model(model, tp=tp, conv_columns=conv_columns, **options)
+        geometry = PoolGeometry.for_model(
+            model,
+            tp=tp,
+            conv_columns=conv_columns,
+            conv_dtype=conv_dtype,
+            state_dtype=state_dtype,
+            tag=tag,
+        )
         return cls(geometry, slots, **storage)
 
     @classmethod
