@@ -135,3 +135,40 @@ def test_a_checkpoint_that_a_short_sequence_does_not_reach_is_not_written(backen
     assert_same_bits(state[[4, 5]], before[[4, 5]], "slots that were not reached")
     assert_same_bits(state[6], x[16:19].T.contiguous(), "the window after 16 tokens")
     assert_same_bits(state[7], x[32:35].T.contiguous(), "the window after 32 tokens")
+
+
+def test_an_initial_state_without_gradients_is_not_written():
+    first = torch.randn(2, HV, K, K, generator=torch.Generator().manual_seed(2))
+    before = first.clone()
+    _, final = sluice.prefill(**tokens(2, 5), initial_state=first)
+    assert_same_bits(first, before, "the initial state")
+    assert final.data_ptr() != first.data_ptr()
+
+
+@pytest.mark.parametrize(("layout", "tail"), [("vk", (5, K)), ("kv", (K, 5))])
+def test_a_new_state_has_the_layout_that_is_asked_for(layout, tail):
+    given = tokens(2, 3) | {"v": torch.ones(2, 3, HV, 5)}
+    assert sluice.prefill(**given, state_layout=layout)[1].shape == (2, HV, *tail)
+
+
+@pytest.mark.parametrize("backend", backends("decode"))
+def test_one_token_with_room_for_drafts_goes_to_its_first_slot(backend):
+    state = pool()
+    want, before = state.clone(), state.clone()
+    sluice.decode(**tokens(2, 1), state=want, slots=index(1, 2), backend=backend)
+    each = torch.tensor([[3, 4], [5, 6]])
+    where = {"slots": index(1, 2), "write_slots": each, "backend": backend}
+    sluice.decode(**tokens(2, 1), state=state, **where)
+    assert_same_bits(state[[3, 5]], want[[1, 2]], "states after the token")
+    assert_same_bits(state[[0, 1, 2, 4, 6]], before[[0, 1, 2, 4, 6]], "other slots")
+
+
+@pytest.mark.parametrize("backend", backends("verify"))
+def test_packed_drafts_in_buffers_are_committed_one_layer_at_a_time(backend):
+    state, want = pool(), pool()
+    buffers = sluice.DraftBuffers(torch.zeros(P, 3, HV, K), torch.zeros(P, 3, HV, K))
+    where = {"slots": index(1, 2), "cu_seqlens": index(0, 1, 4), "backend": backend}
+    for pools, kept in ((want, None), (state, buffers)):
+        _, draft = sluice.verify(**tokens(4), state=pools, buffers=kept, **where)
+        sluice.commit(draft, index(1, 2), backend=backend)
+    assert_same_bits(state, want, "states")
