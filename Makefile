@@ -6,6 +6,7 @@ WORKERS     ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
+FAULTS_ARGS ?=
 GPU_WORKERS ?= 12
 GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d,torch
 RESULTS     ?= benchmarks/results
@@ -39,7 +40,7 @@ WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu test-shipped sanitize-gpu lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu test-shipped sanitize-gpu faults lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +123,10 @@ sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck \
 	  --racecheck-report hazard --show-backtrace no --print-limit 1000000 \
 	  $(PYTHON) -m tests.gpu.every_kernel | $(PYTHON) -m tests.gpu.races
+
+# one fault at a time, and the tests that must notice it; SAMPLE=30: so many, drawn by the date
+faults: $(VENV)/.dev-stamp  ## put every fault of tools/faults in, and see that a test notices
+	$(PY) tools/faults/run.py --workers $(WORKERS) $(if $(SAMPLE),--sample $(SAMPLE)) $(FAULTS_ARGS)
 
 lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

@@ -74,6 +74,33 @@ def test_a_pool_is_made_from_the_config_of_a_real_model():
     assert sluice.StatePool.for_model(config, slots=1).geometry.num_v_heads == 6
 
 
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [
+        ({}, torch.float32),
+        ({"dtype": torch.float32}, torch.float32),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": torch.float16}, torch.float16),
+        ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+    ],
+)
+def test_a_conv_window_has_the_dtype_of_the_models_activations(said, want):
+    for config in (CONFIG | said, Config(**CONFIG | said)):
+        pool = sluice.StatePool.for_model(config, slots=1)
+        assert pool.geometry.conv_dtype == want
+        size = sluice.StatePool.bytes_per_sequence(config)
+        assert size == pool.geometry.bytes_per_sequence
+    inside = Config(model_type="qwen3_5", text_config=Config(**CONFIG), **said)
+    assert sluice.StatePool.for_model(inside, slots=1).geometry.conv_dtype == want
+    given = sluice.StatePool.for_model(CONFIG | said, slots=1, conv_dtype=torch.bfloat16)
+    assert given.geometry.conv_dtype == torch.bfloat16
+
+
+def test_a_dtype_that_no_window_has_is_asked_about():
+    with pytest.raises(ContractError, match=r"config\.dtype: expected .* or give conv_dtype"):
+        sluice.StatePool.for_model(CONFIG | {"dtype": "float8_e4m3fn"}, slots=1)
+
+
 def test_doctor_says_first_that_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = sluice.doctor("cpu")

@@ -174,6 +174,15 @@ METADATA: Table = {
         ({"state": lambda s: s.double()}, "state | dtype float32 | torch.float64"),
         ({"state": lambda s: s.mT.contiguous().mT}, "state | contiguous last | strides"),
         ({"state": _expanded}, "state | stride(0) >= 192 | 0"),
+        (
+            {"state": lambda s: s.as_strided(s.shape, (191, *s.stride()[1:]))},
+            "state | stride(0) >= 192 | 191",
+        ),
+        (
+            {"state": lambda s: s.new_zeros(P, HV, V, K + 1)[..., :K]},
+            "state | contiguous last three | strides",
+        ),
+        ({"pad_slot": 1}, "pad_slot | one of [-1, 0] | 1"),
         ({"state": _meta}, "state | device cpu | device meta"),
         ({"state_layout": "kv"}, "state | [any, 4, 8, 6] | [7, 4, 6, 8]"),
         ({"state_layout": "vkx"}, "state_layout | one of ['vk', 'kv'] | 'vkx'"),

@@ -37,6 +37,7 @@ RANKS = {
     "torch_private": 0,
     "version": 0,
     "dispatch": 1,
+    "open_drafts": 1,
     "calls": 2,
     "torch_ops": 3,
     "ops": 4,

@@ -277,6 +277,14 @@ def _with_buffers(x: Tensor, k: Tensor, state: Tensor, *kept: Tensor) -> tuple[T
     return o, state
 
 
+def _with_drafts_by_row(x: Tensor, k: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    for accepted in (1, 2):
+        o, draft = sluice.verify(x, k, x, state=state)
+        sluice.commit(draft, torch.tensor([accepted, 2]))
+    _, draft = sluice.verify(x, k, x, state=state)
+    return o, state, draft.d
+
+
 def _with_a_state_for_each_token(x: Tensor, state: Tensor, conv: Tensor) -> tuple[Tensor, ...]:
     y, _ = sluice.causal_conv1d(x, x[0, :4].T, state=conv, window_start=torch.tensor([0, 1]))
     q = y.unflatten(-1, (2, 4))
@@ -292,6 +300,7 @@ def _with_a_state_for_each_token(x: Tensor, state: Tensor, conv: Tensor) -> tupl
             _with_buffers,
             [(2, 3, 2, 4), (2, 3, 1, 4), (2, 2, 2, 4, 4), (2, 2, 3, 1, 4), (2, 2, 3, 2, 4)],
         ),
+        (_with_drafts_by_row, [(2, 3, 2, 4), (2, 3, 1, 4), (2, 2, 4, 4)]),
         (_with_a_state_for_each_token, [(2, 4, 8), (8, 2, 4, 4), (2, 8, 6)]),
     ],
 )

@@ -21,14 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sluice import dispatch, torch_private
+from sluice import dispatch, open_drafts, torch_private
 from sluice.contract.errors import ContractError, SluiceError
-from sluice.contract.meta import Meta
+from sluice.contract.meta import Meta, apart
 from sluice.contract.spec import Spec
 from sluice.settings import validating
 
 CANONICAL = "canonical"
 """The form of a call whose tensors are canonical and whose outputs are there."""
+STATES = ("state", "conv_state")
+"""Tensors that a call reads and writes."""
 MOST_BOUND = 4096
 """Bindings that are kept: a serving process sees some hundred combinations of shapes."""
 
@@ -80,6 +82,8 @@ class Bound(NamedTuple):
     spec: Spec
     outputs: tuple[Output, ...]
     choice: dispatch.Choice
+    buffers: Buffers | None = None
+    """Those that the caller gave for results, if any."""
 
 
 _only_checked: ContextVar[list[Checked] | None] = ContextVar("sluice_only_checked", default=None)
@@ -170,7 +174,11 @@ def run(
     choice = bound.choice
     if choice.special or validating():
         choice = choice.ready(tensors, validating())
+    if bound.buffers is not None and not choice.watches:
+        bound.buffers({i: tensors[i].data_ptr() for i in bound.buffers.places})  # type: ignore[union-attr]
     choice.launch(tensors)
+    if open_drafts.opened:
+        open_drafts.note(bound.spec, tensors)
     return tensors
 
 
@@ -181,7 +189,48 @@ def _bind(
     op = OPERATORS.get(name) or BACKWARD[name]
     described = tuple(None if m is None else Meta(*m) for m in metas)
     spec, outputs = _describe(op, described, options, form)
-    return Bound(spec, outputs, dispatch.choose(spec, backend, op.check_values))
+    choice = dispatch.choose(spec, backend, op.check_values)
+    buffers = Buffers(op, described)
+    if not buffers.pairs:
+        return Bound(spec, outputs, choice)
+    choice.watch(buffers)
+    return Bound(spec, outputs, choice, buffers)
+
+
+class Buffers:
+    """Tensors that the caller gave for results: each lies apart from the call's other tensors.
+
+    Called with the addresses of the call's tensors, it raises where two of them overlap. Tensors of
+    one dimension, which are parameters and indices, are left out to keep calls quick.
+    """
+
+    def __init__(self, op: Operator, given: tuple[Meta | None, ...]) -> None:
+        self.op, self.given = op, given
+        names = op.spec.TENSORS
+        large = [(i, x.reach()) for i, x in enumerate(given) if x is not None and x.dim() > 1]
+        results = [
+            (i, x.reach())
+            for i, x in enumerate(given)
+            if x is not None and names[i] in op.mutates and names[i] not in STATES
+        ]
+        known = {frozenset((i, j)): (i, n, j, m) for i, n in results for j, m in large if i != j}
+        self.pairs = [pair for pair in known.values() if pair[1] > 0 < pair[3]]
+        self.places = sorted({i for a, _, b, _ in self.pairs for i in (a, b)})
+
+    def __call__(self, addresses: Sequence[int] | dict[int, int]) -> None:
+        for i, reach, j, other in self.pairs:
+            distance = addresses[j] - addresses[i]
+            if -other < distance < reach:
+                self._look(i, j, distance)
+
+    def _look(self, i: int, j: int, distance: int) -> None:
+        a, b = self.given[i], self.given[j]
+        assert a is not None
+        assert b is not None
+        if not apart(a, b, distance):
+            names = [dict(self.op.arguments).get(x, x) for x in self.op.spec.TENSORS]
+            expected = f"memory of its own, apart from {names[j]}"
+            raise ContractError(self.op.name, names[i], expected, "memory that both use")
 
 
 def forget() -> None:

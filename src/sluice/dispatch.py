@@ -109,6 +109,13 @@ class Choice:
         self.always_checks = sees_values and check_values is not None
         self.special = self.always_checks or bool(self.aligned) or self.warning is not None
         self._elsewhere: dict[tuple[str, ...], Choice] = {}
+        self.watches = False
+
+    def watch(self, check: Callable[[Sequence[int]], None]) -> None:
+        """Let the launch check addresses that it gathers anyhow, if it can (``watches``)."""
+        if getattr(self.launch, "watchful", False):
+            self.launch.watch = check  # type: ignore[attr-defined]
+            self.watches = True
 
     def ready(self, tensors: Sequence[Any], validating: bool) -> Choice:
         """This choice, after all that is looked at first; or another, where addresses decide."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import re
@@ -85,13 +86,21 @@ class PoolGeometry:
 
     @classmethod
     def for_model(
-        cls, model: Model, *, tp: int = 1, conv_columns: int | None = None, **options: Any
+        cls,
+        model: Model,
+        *,
+        tp: int = 1,
+        conv_columns: int | None = None,
+        conv_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> PoolGeometry:
         """Geometry of one of ``tp`` ranks of a model: a name, a shape or a transformers config.
 
         Names and shapes are those of ``layers.qwen``; a config is read by its ``from_config``.
-        ``conv_columns`` defaults to ``W − 1``; ``options`` are ``state_dtype`` (float32),
-        ``conv_dtype`` (bfloat16) and ``tag``.
+        ``conv_columns`` defaults to ``W − 1``; ``options`` are ``state_dtype`` (float32) and
+        ``tag``. A conv window holds activations, so ``conv_dtype`` defaults to the config's dtype,
+        to float32 where a config says none (exact for every model), and to bfloat16, as the models
+        were released, for a name or a shape.
         """
         shape = _shape(model).shard(tp)
         least = shape.conv_width - 1
@@ -105,6 +114,7 @@ class PoolGeometry:
             head_k_dim=shape.head_k_dim,
             head_v_dim=shape.head_v_dim,
             conv_columns=conv_columns or least,
+            conv_dtype=_activations(model) if conv_dtype is None else conv_dtype,
             **options,
         )
 
@@ -237,8 +247,10 @@ class StateSnapshot:
         save_file = _safetensors().torch.save_file
         tensors = {"conv": self.conv.contiguous(), "recurrent": self.recurrent.contiguous()}
         about = {"format": _FORMAT, "version": _VERSION, "geometry": self.geometry.to_json()}
+        about |= {"digest": self.geometry.digest}
+        about |= {f"sha256 {name}": checksum(x) for name, x in tensors.items()}
         try:
-            save_file(tensors, str(partial), metadata=about | {"digest": self.geometry.digest})
+            save_file(tensors, str(partial), metadata=about)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -247,14 +259,14 @@ class StateSnapshot:
     def load(path: str | Path, device: torch.device | str = "cpu") -> StateSnapshot:
         """Read a file written by :meth:`save`.
 
-        Raises :class:`PoolError` for a file that is not a snapshot, has another version, or
-        contradicts itself, and :class:`MissingDependencyError` without safetensors.
+        Raises :class:`PoolError` for a file that is not a snapshot, has another version,
+        contradicts itself or is damaged, and :class:`MissingDependencyError` without safetensors.
         """
         safetensors = _safetensors()
         if Path(path).is_dir():
             raise PoolError(f"load: {path}: expected a state snapshot, got a directory")
         try:
-            with safetensors.safe_open(str(path), framework="pt", device=str(device)) as file:
+            with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
                 about = file.metadata() or {}
                 found = about.get("format"), about.get("version")
                 if found != (_FORMAT, _VERSION):
@@ -268,12 +280,24 @@ class StateSnapshot:
                         f"load: {path}: expected geometry {geometry.digest} (computed from its "
                         f"fields), got {about.get('digest')}"
                     )
-                tensors = [file.get_tensor(name) for name in ("conv", "recurrent")]
+                tensors = {name: file.get_tensor(name) for name in ("conv", "recurrent")}
         except PoolError:
             raise
         except (safetensors.SafetensorError, ValueError, LookupError, TypeError) as error:
             raise PoolError(f"load: {path}: expected a state snapshot, got: {error}") from error
-        return StateSnapshot(geometry, *tensors)
+        snapshot = StateSnapshot(geometry, **tensors)
+        for name, x in tensors.items():
+            if about.get(f"sha256 {name}") != checksum(x):
+                text = f"load: {path}: expected {name} as it was saved, got other bytes (checksum)"
+                raise PoolError(f"{text}: the file is damaged")
+        return snapshot if torch.device(device).type == "cpu" else snapshot.to(device)
+
+
+def checksum(x: torch.Tensor) -> str:
+    """The SHA-256 of a contiguous tensor's bytes."""
+    x = x.cpu()
+    size = x.numel() * x.element_size()
+    return hashlib.sha256((ctypes.c_ubyte * size).from_address(x.data_ptr())).hexdigest()
 
 
 def parse_bytes(memory: int | str) -> int:
@@ -340,6 +364,25 @@ def _shape(model: Model) -> QwenShape:
         return from_config(model)
     expected = "a model's name, a QwenShape or a transformers config"
     raise ContractError("for_model", "model", expected, type(model).__name__)
+
+
+def _activations(model: Model) -> torch.dtype:
+    """The dtype of a model's activations."""
+    if isinstance(model, str | QwenShape):
+        return torch.bfloat16
+
+    def get(config: Any, name: str) -> Any:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+    for config in (get(model, "text_config"), model):
+        for name in ("dtype", "torch_dtype"):
+            if (found := get(config, name)) is not None:
+                found = _DTYPES.get(str(found).removeprefix("torch."))
+                if found is None:
+                    expected = f"one of {', '.join(_DTYPES)}; or give conv_dtype"
+                    raise ContractError("for_model", f"config.{name}", expected, get(config, name))
+                return found
+    return torch.float32
 
 
 def _kind(tensor: torch.Tensor) -> str:

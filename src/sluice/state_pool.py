@@ -149,7 +149,7 @@ class StatePool:
         tp: int = 1,
         conv_columns: int | None = None,
         state_dtype: torch.dtype = torch.float32,
-        conv_dtype: torch.dtype = torch.bfloat16,
+        conv_dtype: torch.dtype | None = None,
         tag: str = "",
         **storage: Any,
     ) -> StatePool:
@@ -157,14 +157,19 @@ class StatePool:
 
         ``model`` is a name or a shape of :mod:`sluice.layers.qwen`, or a transformers config
         (``model.config``); ``conv_columns`` defaults to
-        ``W − 1`` (give more for speculative decoding in engines that keep a longer window).
+        ``W − 1`` (give more for speculative decoding in engines that keep a longer window), and
+        ``conv_dtype`` to the dtype of the model's activations (:meth:`PoolGeometry.for_model`).
 
         >>> StatePool.for_model("qwen3.5-0.8b", slots=1, tp=16).layer(17)[1].shape
         torch.Size([1, 1, 128, 128])
         """
-        dtypes = {"state_dtype": state_dtype, "conv_dtype": conv_dtype}
         geometry = PoolGeometry.for_model(
-            model, tp=tp, conv_columns=conv_columns, tag=tag, **dtypes
+            model,
+            tp=tp,
+            conv_columns=conv_columns,
+            conv_dtype=conv_dtype,
+            state_dtype=state_dtype,
+            tag=tag,
         )
         return cls(geometry, slots, **storage)
 

@@ -114,6 +114,19 @@ def test_draft_tokens_with_their_states(T, frozen):
         close([pool[read[live]]], [state[live]])
 
 
+def test_a_state_of_16_bits_is_carried_unrounded_through_draft_tokens():
+    qkv, names = draft(4)
+    pool, read = drawn(9, 4, 8, 8, seed=8).bfloat16(), torch.tensor([7, -1, 0, 3])
+    outputs = []
+    for state in (pool.float(), pool):
+        buffer = state.new_empty(4, 4, 4, 8, 8)
+        options = {"intermediate_states_buffer": buffer, "disable_state_update": False}
+        outputs.append(gated_delta_rule_mtp(*qkv, state, read, **names, **options)[0][[0, 2, 3]])
+        final = buffer[[0, 2, 3], -1]
+        assert_same_bits(state[read[[0, 2, 3]]], final, "the last state")
+    assert_same_bits(*outputs, "o")
+
+
 def test_each_token_s_state_into_the_pool():
     T, qkv_names = 3, draft(3)
     qkv, names = qkv_names

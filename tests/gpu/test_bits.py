@@ -6,6 +6,7 @@ The tests run on a GPU, or on a CPU in Triton's interpreter.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
 from collections.abc import Iterator
 
@@ -205,3 +206,35 @@ def test_the_interpreter_is_faster_and_leaves_the_same_bits(name):
     for output, quick in found[0].items():
         compare.assert_same_bits(quick, found[1][output], output)
     assert taken[0] < taken[1]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_promises.py has it: row 5")
+@pytest.mark.parametrize("op", ["decode", "prefill", "verify", "causal_conv1d"])
+def test_a_slot_past_two_to_the_31_elements_has_the_bits_of_a_near_one_row_5(op):
+    """Memory that is not touched is not there: the pool takes a few pages."""
+    step, far = 1 << 20, 4094
+    lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, named from 3.13 on
+    memory = mmap.mmap(-1, 2 * step * (far + 2), flags=lazily)
+    whole = torch.frombuffer(memory, dtype=torch.float16)
+    x = torch.randn(2, 3, 1, 16, generator=torch.Generator().manual_seed(0))
+    tail = (12, 4) if op == "causal_conv1d" else (1, 16, 16)
+    pool = whole.as_strided((far + 2, *tail), (step, *torch.empty(tail).stride()))
+    near = torch.randn(2, *tail, generator=torch.Generator().manual_seed(1)).half()
+    slots = torch.tensor([far, 3])
+    pool[slots] = near
+    outputs = []
+    for state, rows in ((near, torch.tensor([0, 1])), (pool, slots)):
+        where = {"state": state, "slots": rows, "backend": "triton"}
+        if op == "causal_conv1d":
+            outputs.append(
+                sluice.causal_conv1d(x[..., 0, :12], x[0, 0, 0, :12, None].expand(-1, 4), **where)[
+                    0
+                ]
+            )
+            continue
+        o, draft = getattr(sluice, op)(x, x, x, normalize_qk=True, **where)
+        if op == "verify":
+            sluice.commit(draft, torch.tensor([2, 3]), backend="triton")
+        outputs.append(o)
+    compare.assert_same_bits(*outputs, "outputs")
+    compare.assert_same_bits(pool[slots], near, "states")

@@ -569,3 +569,15 @@ def test_two_threads_never_mix_their_parameters(kernel_launch):
         found = (read[0], read[8], read[11], read[2], read[9])
         assert found == (base, base + 1, base + 2, base + 16, base + 32)
     assert {base for base, _ in memory.seen} == {1 << 20, 1 << 40}
+
+
+def test_out_that_overlaps_another_tensor_is_refused_before_a_launch(driver):
+    """With the addresses that a launch gathers, so a call asks for none of them twice."""
+    given = plain()
+    sluice.decode(**given)
+    before = len(driver.launched)
+    with pytest.raises(sluice.ContractError, match="out: expected memory of its own, apart from v"):
+        sluice.decode(**given | {"out": given["v"]})
+    assert len(driver.launched) == before
+    sluice.decode(**given)
+    assert len(driver.launched) == before + 1

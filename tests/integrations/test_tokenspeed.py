@@ -180,6 +180,23 @@ def test_drafts_keep_every_state(kernels, buffered):
 
 
 @pytest.mark.parametrize("T", [4, 10])
+def test_padding_of_a_captured_graph_writes_no_state(kernels, T):
+    """Its slot is -1; where its tokens' states would go is left from another batch."""
+    d = Data(2, T)
+    before = d.pool.clone()
+    to = torch.stack([torch.arange(T) % 2 + 1, torch.arange(T) % 2 + 3]).int()
+    if T <= 8:
+        to = torch.stack([torch.arange(T) + 1, torch.arange(T) + 5]).int() % P
+    kernels["gdn_decode_mtp"][0](
+        d.q, d.k, d.v, a=d.a, b=d.b, **d.gates(), initial_state=d.pool,
+        initial_state_indices=_ints(1, -1), disable_state_update=False, output_state_indices=to,
+    )  # fmt: skip
+    others = [i for i in range(P) if i not in to[0].tolist()]
+    assert torch.equal(d.pool[others], before[others])
+    assert not torch.equal(d.pool[to[0, -1]], before[to[0, -1]])
+
+
+@pytest.mark.parametrize("T", [4, 10])
 def test_a_commit_folds_the_accepted_tokens_of_every_layer(kernels, T):
     B, layers = 3, [Data(3, T), Data(3, T)]
     layers[1].pool = layers[1].pool.flip(0).contiguous()

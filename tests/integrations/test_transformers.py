@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
+import pickle
 import subprocess
 import sys
 
@@ -28,7 +31,13 @@ from tests.suite import DEVICE
 
 from sluice.contract.errors import ContractError
 from sluice.integrations import transformers as integration
-from sluice.integrations.transformers import accelerate, known_layers, plain_torch, restore
+from sluice.integrations.transformers import (
+    accelerate,
+    is_accelerated,
+    known_layers,
+    plain_torch,
+    restore,
+)
 from sluice.testing.compare import assert_same_bits, relative_error
 
 
@@ -141,6 +150,61 @@ def test_a_cpu_model_runs_where_the_stock_choice_of_fla_crashes_row_28(monkeypat
     ours = accelerate(stock)
     close(ours(ids).logits, exact)
     assert ours.generate(ids[:, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+def test_gradients_from_a_cache_run_on_a_cpu_where_fla_was_chosen_row_28(monkeypatch):
+    """The stock forward serves them, with the torch functions that FLA's have replaced."""
+    stock = stock_model("qwen3_next")
+    if hasattr(known_layers(stock)[0], "chunk_gated_delta_rule"):
+        pytest.skip("this transformers chooses for each layer, and looks at the device")
+    file = sys.modules[type(stock).__module__]
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    for name in names:
+        plain = inspect.unwrap(getattr(file, name))
+
+        @functools.wraps(plain)
+        def no_driver(*args, **kwargs):
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+        monkeypatch.setattr(file, name, no_driver)
+    ours, cache, ids = accelerate(stock), new_cache(stock), tokens(1, 12, device="cpu")
+    chosen = [getattr(file, name) for name in names]
+    ours(ids[:, :9], past_key_values=cache)
+    monkeypatch.setattr(integration, "_warned", set())
+    with torch.enable_grad(), pytest.warns(UserWarning, match="gradients from a cache"):
+        logits = ours(ids[:, 9:], past_key_values=cache).logits
+    assert logits.requires_grad
+    close(logits, ours(ids, use_cache=False).logits[:, 9:])
+    assert [getattr(file, name) for name in names] == chosen
+
+
+READ_AGAIN = """
+import sys, torch
+model, ids, want = torch.load(sys.argv[1], weights_only=False)
+from sluice.integrations.transformers import is_accelerated, known_layers
+assert all(map(is_accelerated, known_layers(model)))
+with torch.no_grad():
+    assert torch.equal(model(ids).logits, want)
+"""
+
+
+def test_an_accelerated_model_is_pickled_and_read_in_another_process(tmp_path):
+    """As torch.save, pickle and a spawned process do."""
+    ours, ids = accelerate(stock_model("qwen3_5", r=2, device="cpu")), tokens(1, 9, device="cpu")
+    want = ours(ids).logits
+    path = tmp_path / "model"
+    torch.save((ours, ids, want), path)
+    subprocess.run([sys.executable, "-c", READ_AGAIN, str(path)], check=True)
+    again = pickle.loads(pickle.dumps(ours))
+    layers = known_layers(again)
+    assert all(map(is_accelerated, layers))
+    assert not {id(x) for x in layers} & {id(x) for x in known_layers(ours)}
+    for p in ours.parameters():
+        p.zero_()  # the copy has parameters of its own
+    assert_same_bits(again(ids).logits, want, "logits")
+    assert not any(map(is_accelerated, known_layers(restore(again))))
+    with plain_torch(again):
+        close(again(ids).logits, want)
 
 
 def test_a_cache_that_records_its_past_is_left_to_transformers(models, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -90,6 +91,10 @@ def test_a_model_loaded_from_a_directory_is_accelerated(tmp_path):
         assert_within(ours(ids).logits, stock(ids).logits, 5e-5, name="logits")
         twin = copy.deepcopy(ours)
         assert_same_bits(twin(ids).logits, ours(ids).logits, "copied")
+        uninstall()
+        again = pickle.loads(pickle.dumps(ours))
+        assert all(is_accelerated(layer) for layer in known_layers(again))
+        assert_same_bits(again(ids).logits, ours(ids).logits, "pickled")
 
 
 @pytest.mark.usefixtures("works")

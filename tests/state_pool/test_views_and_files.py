@@ -174,6 +174,41 @@ def test_a_file_of_something_else_or_cut_short_is_refused(tmp_path):
         StateSnapshot.load(path)
 
 
+def test_one_wrong_bit_in_a_file_is_noticed(tmp_path):
+    pytest.importorskip("safetensors")
+    path = tmp_path / "state"
+    snapshot = other_snapshot()
+    snapshot.save(path)
+    content = path.read_bytes()
+    for place in (*range(0, len(content), 7), len(content) - 1):
+        broken = bytearray(content)
+        broken[place] ^= 1 << place % 8
+        path.write_bytes(broken)
+        with pytest.raises(PoolError, match="load: "):
+            StateSnapshot.load(path)
+    path.write_bytes(content)
+    assert torch.equal(StateSnapshot.load(path).recurrent, snapshot.recurrent)
+
+
+def test_a_damaged_file_leaves_the_pool_as_it_was(tmp_path):
+    pytest.importorskip("safetensors")
+    path = tmp_path / "state"
+    other_snapshot().save(path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    pool = StatePool(SMALL, P)
+    mine = pool.allocate(1)
+    before = [x.clone() for x in pool.layer(0)], pool.available
+    with pytest.raises(PoolError, match="the file is damaged"):
+        pool.load(path)
+    with pytest.raises(PoolError, match="the file is damaged"):
+        pool.load(path, mine)
+    assert pool.available == before[1]
+    for x, y in zip(pool.layer(0), before[0], strict=True):
+        assert torch.equal(x, y)
+
+
 def test_a_save_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
     files = pytest.importorskip("safetensors.torch")
     path = tmp_path / "state"

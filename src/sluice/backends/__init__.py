@@ -23,6 +23,9 @@ and may define
   size, may need; of share (i, n) every n-th, from the i-th on;
 - ``untried()``: None, or what the backend has never run with (a release of a compiler). ``doctor``
   then binds a call, to see whether the kernels compile and load.
+
+A launch may have an attribute ``watchful``. If that is True, it calls its attribute ``watch``,
+where one is set, with the addresses of all tensors, before anything is written.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,6 +27,13 @@ class Meta(NamedTuple):
 
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def reach(self) -> int:
+        """Bytes from the first element to the end of the last; 0 without elements."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
 
     def is_dense(self) -> bool:
         """Whether elements lie one after another, without gaps, in the order of the indices."""
@@ -80,3 +88,39 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 not in shape
         reach += stride * (size - 1)
     return False
+
+
+@functools.lru_cache(maxsize=1024)
+def apart(a: Meta, b: Meta, distance: int) -> bool:
+    """Whether two tensors share no byte, if b begins ``distance`` bytes behind a.
+
+    Views may lie between each other's rows: columns of one buffer do. Elements a multiple of some
+    stride apart fall on the same place within it, so the two are apart if their places within one
+    stride are. Where no stride shows it, the answer is False.
+    """
+    if a.reach() == 0 or b.reach() == 0 or not -b.reach() < distance < a.reach():
+        return True
+    for period in {n for x in (a, b) for n in _steps(x)}:
+        inside = [_within(x, period) for x in (a, b)]
+        gap = distance % period
+        if inside[0] <= gap and gap + inside[1] <= period:
+            return True
+    return False
+
+
+def _steps(x: Meta) -> list[int]:
+    """Strides in bytes, of dimensions that are taken."""
+    return [
+        s * x.dtype.itemsize for n, s in zip(x.shape, x.strides, strict=True) if n > 1 and s > 0
+    ]
+
+
+def _within(x: Meta, period: int) -> int:
+    """Bytes that the elements cover within ``period``, from the first on."""
+    size = x.dtype.itemsize
+    inner = [
+        (n - 1) * s * size
+        for n, s in zip(x.shape, x.strides, strict=True)
+        if n > 1 and (s * size) % period
+    ]
+    return sum(inner) + size

@@ -91,6 +91,24 @@ def step(p: StepSpec, t: Any) -> None:
     _slots(p, t)
 
 
+def written(p: DeltaSpec | CommitSpec | StepSpec, t: Any) -> set[int]:
+    """The slots of the recurrent state that a call writes, whose values are right."""
+    if isinstance(p, StepSpec):
+        return _slots(p, t)
+    lengths = _lengths(p, t)
+    if isinstance(p, DeltaSpec):
+        found = _slots(p, t, lengths=lengths)
+        _checkpoints(p, t, lengths, found)
+        return found
+    found = _slots(p, t)
+    if t.draft_slots is not None:  # a row without a draft is left out
+        own = list(range(p.N)) if t.slots is None else t.slots.tolist()
+        writes = own if t.write_slots is None else t.write_slots.tolist()
+        drafts = t.draft_slots.tolist()
+        found -= {slot for slot, draft in zip(writes, drafts, strict=True) if draft <= p.pad_slot}
+    return found
+
+
 def _lengths(p: Any, t: Any) -> list[int] | None:
     if t.cu_seqlens is None:
         return None

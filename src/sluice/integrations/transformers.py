@@ -14,9 +14,11 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from types import MethodType
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from sluice.layers.weights import LAYERS, is_known, shape_of
 
 # attributes of an accelerated layer
 _KEPT, _BORDERS, _HOOK = (f"_sluice_{x}" for x in ("kept", "borders", "hook"))
+_choosing = threading.RLock()  # the choice is a global of a model's file
 _warned: set[str] = set()
 _installed: dict[str, type[nn.Module]] = {}  # by their names in transformers
 
@@ -72,7 +75,8 @@ def accelerate(model: nn.Module) -> nn.Module:
         if not is_accelerated(layer):
             name = private.forward_slot(layer)
             layer.__dict__[_SHAPE], layer.__dict__[_KEPT] = shape, layer.__dict__.get(name)
-            layer.__dict__[name] = MethodType(_forward, layer)
+            # a partial and not a method: pickle finds a method by its name in the class
+            layer.__dict__[name] = functools.partial(_forward, layer)
     for parent in model.modules():
         for name, child in parent.named_children():
             if is_known(child) and _HOOK not in child.__dict__ and not _takes_borders(type(child)):
@@ -198,9 +202,11 @@ def _forward(
         if borders is not None:
             expected = f"None: {reason}"
             raise ContractError("accelerate", "cu_seq_lens_q", expected, "packed sequences")
-        return _stock(self)(
-            hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
-        )
+        given = {"cache_params": cache_params, "attention_mask": attention_mask, **kwargs}
+        if hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
+            return _stock(self)(hidden_states, **given)
+        with _choosing, plain_torch(self):  # transformers may have chosen FLA's functions
+            return _stock(self)(hidden_states, **given)
     if attention_mask is not None:  # some releases pass the mask of earlier tokens too
         attention_mask = attention_mask[:, -hidden_states.shape[1] :]
     run = _train if training else _infer
@@ -335,8 +341,18 @@ def _accelerated_class(kind: type[nn.Module]) -> type[nn.Module]:
         except ContractError as refusal:
             _warn_once(f"a layer stays as transformers has it: {refusal}")
 
+    def reduce(self: nn.Module, protocol: SupportsIndex) -> Any:
+        """As an instance of the stock class: its own forward is an attribute, which goes along."""
+        return _blank, (kind,), self.__dict__
+
     body = {"__init__": init, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    body["__reduce_ex__"] = reduce
     return type(kind.__name__, (kind,), body)
+
+
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    """An instance that pickle or copy fills."""
+    return kind.__new__(kind)
 
 
 def _takes_borders(kind: type) -> bool:

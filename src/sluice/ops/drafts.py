@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sluice import calls
+from sluice import calls, open_drafts
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks, values
 from sluice.contract.draft_spec import CommitSpec, VerifySpec
 from sluice.contract.errors import ContractError
 from sluice.contract.names import BackendName, HeadLayout, StateLayout
+from sluice.open_drafts import Mark
 from sluice.ops.delta import canonical_delta
 from sluice.torch_ops import register
 
@@ -67,6 +69,8 @@ class Draft(NamedTuple):
     conv_state: Tensor | None
     draft_slots: Tensor | None = None
     buffered: bool = False
+    mark: Mark | None = None
+    """What became of its rows since; None where that is not followed (``open_drafts.py``)."""
 
 
 def verify(
@@ -143,7 +147,7 @@ def verify(
     draft = Draft(
         draft_k, draft_d, draft_g, state, slots, write_slots, has_state, cu_seqlens,
         cu_seqlens_cpu, pad_slot, state_layout, conv_inputs if buffers is None else buffers.x,
-        conv_state, draft_slots, buffered,
+        conv_state, draft_slots, buffered, open_drafts.begin(state, slots),
     )  # fmt: skip
     return o, draft
 
@@ -163,6 +167,7 @@ def commit(
     Args:
         draft: from :func:`verify`, before the rows it read change. It may be committed again, with
             other counts, while they have not: to other slots first, to the rows themselves last.
+            A draft whose rows have changed is refused, as far as the host can tell.
         num_accepted: [N] int32 or int64, 0 to the row's number of draft tokens.
         write_slots: [N]: where this commit writes; the draft's own by default. Padding: that row
             is left out.
@@ -184,12 +189,21 @@ def commit(
         kept = [x.unsqueeze(0) if isinstance(x, Tensor) else x for x in kept]
         bounds = (None, None)
     k, d, g, state, conv_inputs, conv_state = kept
+    writes = draft.write_slots if write_slots is None else write_slots
     tensors = [
-        k, d, g, num_accepted, state, draft.slots,
-        draft.write_slots if write_slots is None else write_slots,
+        k, d, g, num_accepted, state, draft.slots, writes,
         draft.has_state, *bounds, conv_inputs, conv_state, draft.draft_slots,
     ]  # fmt: skip
-    calls.call(COMMIT, tensors, (draft.pad_slot, draft.state_layout), None, backend)
+    options = (draft.pad_slot, draft.state_layout)
+    mark = draft.mark
+    if mark is None:
+        calls.call(COMMIT, tensors, options, None, backend)
+    else:
+        if mark.by is not None:
+            n = num_accepted.shape[0] if isinstance(num_accepted, Tensor) else 0
+            open_drafts.require_fresh(mark, draft.slots, writes, draft.pad_slot, n)
+        with open_drafts.ended(mark, draft.state) if writes is None else _HERE:
+            calls.call(COMMIT, tensors, options, None, backend)
     return calls.without_gradient("commit", draft.state, draft.k, draft.state, draft.conv_inputs)
 
 
@@ -258,6 +272,7 @@ def _places(op: str, buffers: object) -> tuple[Any, Any, Any, Any]:
     return tuple(buffers)  # type: ignore[return-value]
 
 
+_HERE: AbstractContextManager[None] = nullcontext()
 _OUT = VerifySpec.TENSORS.index("out")
 _DRAFT = VerifySpec.TENSORS.index("draft_k")
 _BUFFERED = VerifySpec.OPTIONS.index("buffered")
@@ -290,6 +305,7 @@ VERIFY = Operator(
     checks.verify,
     values.verify,
     ("out", "draft_k", "draft_d", "draft_g", "draft_x"),
+    tuple((f"draft_{x}", f"buffers.{x}") for x in "kdgx"),
 )
 COMMIT = Operator(
     "commit", CommitSpec, _as_given, checks.commit, values.commit, ("state", "conv_state")

@@ -52,6 +52,8 @@ class Launches:
         self._shifted: list[tuple[int, int]] = []
         self._checked = self._alignments()
         self._special = bool(self._copies) or zeros is not None
+        self.watchful = not self._special  # else something is written before addresses are known
+        self.watch: Callable[[Sequence[int]], None] | None = None
         self._index = self.device.index or 0
         self._ready: dict[frozenset[str], list[Any]] = {}
         self._usual: list[Any] | None = None
@@ -139,6 +141,8 @@ class Launches:
         self, tensors: Sequence[Tensor | None], counters: Tensor | None, workspace: Tensor | None
     ) -> None:
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if self.watch is not None:
+            self.watch(addresses)
         bits = 0
         for i in self._checked:
             bits |= addresses[i]
@@ -205,6 +209,8 @@ class Launches:
     def _through_triton(
         self, tensors: Sequence[Tensor | None], counters: Tensor | None, workspace: Tensor | None
     ) -> None:
+        if self.watch is not None:
+            self.watch([0 if x is None else x.data_ptr() for x in tensors])
         memory: dict[str, Any] = dict(zip(self.spec.TENSORS, tensors, strict=True))
         memory[COUNTERS] = counters
         for name, (offset, shape, dtype) in self._workspace.items():
