@@ -2,9 +2,9 @@
 
     python packages/kernels/build.py [--targets sm_90a,sm_80] [--models qwen3.5-27b] [--tp 1,2,4,8]
 
-Every kernel that ``sluice warmup --checkpoints`` names is compiled, for bfloat16 and float16 inputs, float32 and
-bfloat16 states, int32 and int64 slots. Two builds give the same bytes. Triton keeps what it
-compiled, so a build that was interrupted goes on where it stopped.
+Every kernel that ``sluice warmup --checkpoints`` names is compiled, for bfloat16 and float16
+inputs, float32 and bfloat16 states, int32 and int64 slots. Two builds give the same bytes. Triton
+keeps what it compiled, so a build that was interrupted goes on where it stopped.
 """
 # ruff: noqa: T201
 

@@ -259,8 +259,9 @@ def prefill_segments_kernel(
     pid_v = pid % BLOCKS
     unit, head_v = divide(pid // BLOCKS, HV, inverse_HV)
     head_k, _ = divide(head_v, R_K, inverse_R_K)
+    unit = unit.to(tl.int64)
     begin()
-    seq, batch, start, segment, end = unit_span(unit.to(tl.int64), cu_seqlens_ptr, N, T, segment_size)
+    seq, batch, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     first = start + segment * segment_size
     if seq >= N or first + segment_size >= end:
         return
