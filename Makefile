@@ -112,7 +112,7 @@ test-shipped:  ## the contract on shipped kernels, without Triton, on this GPU
 	kept=$$(mktemp -d); $(ONE_THREAD) PYTHONPATH=.:src $(PYTHON) -m pytest -n $(GPU_WORKERS) \
 	  -p tests.gpu.shipping --keep-kernels $$kept tests/test_contract.py tests/test_prefill_*.py && \
 	PYTHONPATH=.:src $(PYTHON) -m tests.gpu.shipping $$kept && \
-	$(ONE_THREAD) PYTHONPATH=tests/gpu/triton_is_missing:src SLUICE_KERNELS=$$kept \
+	$(ONE_THREAD) PYTHONPATH=tools/triton_is_missing:src SLUICE_KERNELS=$$kept \
 	  $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/test_contract.py tests/test_prefill_*.py
 
 sanitize-gpu:  ## compute-sanitizer's four tools over every kernel

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:src pytest -p tests.gpu.shipping --keep-kernels DIR tests/test_contract.py
     PYTHONPATH=.:src python -m tests.gpu.shipping DIR
-    PYTHONPATH=tests/gpu/triton_is_missing:src SLUICE_KERNELS=DIR pytest tests/test_contract.py
+    PYTHONPATH=tools/triton_is_missing:src SLUICE_KERNELS=DIR pytest tests/test_contract.py
 
 The first keeps what Triton compiles, the second writes the manifest, and in the third no process
 can import Triton (``make test-shipped``). What the package of a release lacks, calls of other
