@@ -39,8 +39,9 @@ SPILLS = {
     "backward_pairs_kernel": 64,
     "backward_queries_kernel": 96,
     "backward_keys_kernel": 832,
+    "backward_inverse_kernel": 48,  # with Triton 3.9; 32 with 3.6
 }
-"""Bytes of stack per thread on Hopper."""
+"""Bytes of stack per thread on Hopper, 32 where a kernel is not named."""
 USUAL = Call("usual", B=1, T=2048, K=128, V=128)
 
 
