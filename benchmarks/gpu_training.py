@@ -201,20 +201,15 @@ def own_rows(names: Sequence[str], with_kernels: bool) -> list[str]:
 
 VARIANTS: dict[str, list[dict[str, int]]] = {
     "states": [{"num_stages": 2}, {"num_stages": 1}],
-    "walk": [{"num_stages": 1}, {"num_stages": 3}],
+    "walk": [{"num_stages": 1}, {"num_stages": 2}],
     "serial": [{"BLOCK_V": 32}],  # of both walks
-    "pairs": [{"num_stages": 1}, {"BLOCK_V": 128, "num_stages": 1}, {"BLOCK_V": 32}],
-    "queries": [
-        {"num_stages": 1},
-        {"BLOCK_V": 128, "num_stages": 1},
-        {"BLOCK_V": 32},
-        {"num_warps": 8},
-    ],
+    "pairs": [{"num_stages": 2}, {"BLOCK_V": 128, "num_stages": 1}, {"maxnreg": 168}],
+    "queries": [{"num_stages": 2}, {"BLOCK_V": 128, "num_stages": 1}, {"maxnreg": 168}],
     "keys": [
-        {"num_stages": 1},
-        {"BLOCK_V": 32},
-        {"BLOCK_V": 32, "num_stages": 3},
-        {"num_warps": 8},
+        {"num_stages": 2},
+        {"PIECE_K": 128},
+        {"PIECE_K": 128, "num_stages": 2},
+        {"maxnreg": 168},
     ],
     "segment": [{"tokens": n} for n in (0, 1024, 2048, 4096, 8192)],
     "two per SM": [{"tokens": n} for n in (0, 1024, 2048, 4096)],

@@ -66,7 +66,7 @@ class Plan(NamedTuple):
     walk: Config
     pairs: Config  # BLOCK_V: value columns per step, as in the next two
     queries: Config
-    keys: Config
+    keys: Config  # PIECE_K: columns of dK at a time
     segment: int = 0  # tokens; 0: no sequence is split
 
 
@@ -74,7 +74,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     """The plan, by shapes and the GPU alone."""
     columns = max(16, configs.power_of_two(p.V))
     if p.dtype == torch.float32:
-        few = Config(num_warps=WARPS, BLOCK_V=16)
+        few = Config(num_warps=WARPS, BLOCK_V=16, PIECE_K=64)
         return Plan(few, few, few, few, few, few)
     wide = p.K > 128
     large = gpu.shared_memory(p.device) >= 160 << 10
@@ -83,15 +83,15 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     stages = STAGES if large and not wide else 1
     serial = Config(num_warps=WARPS, BLOCK_V=block, num_stages=stages, fp_fusion=True)
     last = Config(
-        num_warps=WARPS, BLOCK_V=min(64 if large else 32, columns), num_stages=2, fp_fusion=True
+        num_warps=WARPS, BLOCK_V=min(64 if large else 32, columns), num_stages=3, fp_fusion=True
     )
     return Plan(
         local=Config(num_warps=WARPS, fp_fusion=True),
         states=serial,
-        walk=serial._replace(num_stages=min(stages, 2)),
+        walk=serial,
         pairs=last,
         queries=last,
-        keys=last,
+        keys=last._replace(PIECE_K=64),
         segment=0 if wide else best_segment(p, block, gpu.processors(p.device)),
     )
 
@@ -492,6 +492,7 @@ def _gradients(
         **memory.strides("q", "bth"),
         **memory.strides("g", "bth"),
         BLOCK_V=plan.keys.BLOCK_V,
+        PIECE=min(plan.keys.PIECE_K, sizes["BLOCK_K"]),
         STAGES=plan.keys.num_stages,
     )
     return [pairs, queries, keys]

@@ -15,7 +15,7 @@ order. In one kernel, both gradients would not fit into registers.
 Left operands are tiles as they were loaded, or their transposes. None is the transpose of what a
 product made: Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper.
 """
-# ruff: noqa: SIM102 (what a pointer decides is an if of its own)
+# ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from sluice.backends.triton.kernels.work_units import unit_span
 
 @triton.jit
 def load_state(
-    ptr, v, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
+    ptr, v, d, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """Rows v to v + BLOCK_V of a stored state [V, K]."""
+    """Rows v to v + BLOCK_V, columns d to d + BLOCK_K of a stored state [V, K]."""
     offs_v = tl.arange(0, BLOCK_V)
     offs_k = tl.arange(0, BLOCK_K)
-    at = ptr + v * K + (offs_v[:, None] * K + offs_k[None, :])
-    if (V % BLOCK_V == 0) and (BLOCK_K == K):
+    at = ptr + v * K + d + (offs_v[:, None] * K + offs_k[None, :])
+    if (V % BLOCK_V == 0) and (K % BLOCK_K == 0):
         state = tl.load(at)
     else:
-        mask = (v + offs_v < V)[:, None] & (offs_k < K)[None, :]
+        mask = (v + offs_v < V)[:, None] & (d + offs_k < K)[None, :]
         state = tl.load(at, mask=mask, other=0.0)
     return state
 
 
 @triton.jit
 def state_products(
-    acc, x_ptr, S_ptr, t, end, stride_t,
+    acc, x_ptr, S_ptr, t, end, d, stride_t,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + X Sᵀ for a chunk's rows X [C, V] and a stored state."""
+    """acc + X Sᵀ for a chunk's rows X [C, V] and columns d to d + BLOCK_K of a stored state."""
     for v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         x = load_tile(x_ptr, t, end, v, stride_t, V, BLOCK_V)
-        S = load_state(S_ptr, v, K, V, BLOCK_K, BLOCK_V)
+        S = load_state(S_ptr, v, d, K, V, BLOCK_K, BLOCK_V)
         acc = tl.dot(x, S, acc=acc, input_precision=PRECISION)
     return acc
 
@@ -69,34 +69,47 @@ def overlap(
     """⟨S, dS⟩ of two stored states: the trace of S dSᵀ, which needs no state in registers."""
     x = tl.zeros([BLOCK_V, BLOCK_V], tl.float32)
     for v in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        S = load_state(S_ptr, v, K, V, BLOCK_K, BLOCK_V)
-        dS = load_state(dS_ptr, v, K, V, BLOCK_K, BLOCK_V)
+        S = load_state(S_ptr, v, 0, K, V, BLOCK_K, BLOCK_V)
+        dS = load_state(dS_ptr, v, 0, K, V, BLOCK_K, BLOCK_V)
         x = tl.dot(S, tl.trans(dS), acc=x, input_precision=PRECISION)
     rows = tl.arange(0, BLOCK_V)
     return tl.sum(tl.where(rows[:, None] == rows[None, :], x, 0.0))
 
 
 @triton.jit
-def load_again(ptr, t, end, stride_t, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_again(ptr, t, end, d, stride_t, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """``load_tile`` of what the L1 cache holds, in float32.
 
     The compiler may not see that it is the same: it would keep the tile in registers meanwhile.
     """
-    first, at, mask = tile_at(t, end, 0, stride_t, SIZE, BLOCK)
+    first, at, mask = tile_at(t, end, d, stride_t, SIZE, BLOCK)
     return tl.load(ptr + first + at, mask=mask, other=0.0, cache_modifier=".ca").to(tl.float32)
 
 
 @triton.jit
+def row_sums(x, y_ptr, t, end, d, stride_t, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ_c x_ic y_ic of each row, for columns d to d + BLOCK of rows Y in memory."""
+    return tl.sum(x * load_again(y_ptr, t, end, d, stride_t, SIZE, BLOCK), axis=1)
+
+
+@triton.jit
 def store_gradient(
-    ptr, d, x_ptr, r, t, end, stride_t, stride_x_t,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE_QK: tl.constexpr,
+    ptr, pieces, x_ptr, r, t, end, stride_t, stride_x_t,
+    K: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE_QK: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient by x; ``d`` is r times the one by x̂ = r x."""
+    """Store the gradient by x; ``pieces`` of BLOCK columns are r times the one by x̂ = r x."""
+    along = tl.zeros([C], tl.float32)
     if NORMALIZE_QK:
-        x_hat = load_again(x_ptr, t, end, stride_x_t, K, BLOCK_K) * r[:, None]
-        d = d - x_hat * tl.sum(d * x_hat, axis=1)[:, None]
-    first, at, mask = tile_at(t, end, 0, stride_t, K, BLOCK_K)
-    tl.store(ptr + first + at, d.to(ptr.dtype.element_ty), mask=mask)
+        for i in tl.static_range(len(pieces)):
+            along += row_sums(pieces[i], x_ptr, t, end, i * BLOCK, stride_x_t, K, BLOCK)
+        along *= r * r
+    for i in tl.static_range(len(pieces)):
+        piece = pieces[i]
+        if NORMALIZE_QK:
+            x = load_again(x_ptr, t, end, i * BLOCK, stride_x_t, K, BLOCK)
+            piece = piece - x * along[:, None]
+        first, at, mask = tile_at(t, end, i * BLOCK, stride_t, K, BLOCK)
+        tl.store(ptr + first + at, piece.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -120,7 +133,7 @@ def backward_queries_kernel(
     decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q
     r_q_ptr,  # [B * T, HQ] float32; None without norm
     dq_ptr,  # [B, T, HQ, K]
-    by_query_ptr,  # [HO, B * T] float32: what outputs ask of decays; None without g
+    by_query_ptr,  # [HO, B * T] float32: what each output asks of decays; None without g
     cu_seqlens_ptr,
     N,
     T,
@@ -167,13 +180,12 @@ def backward_queries_kernel(
             S_at = S_ptr + (slot * HV + head_v) * (K * V)
             do_at = do_ptr + (in_row * HO + head_o) * V
             read = state_products(
-                tl.zeros([C, BLOCK_K], tl.float32), do_at, S_at, t, end, HO * V,
+                tl.zeros([C, BLOCK_K], tl.float32), do_at, S_at, t, end, 0, HO * V,
                 K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
             )  # fmt: skip
             read = read * load_vector(decay_q_ptr, of_output, rows)[:, None]
             if by_query_ptr is not None:
-                x = load_again(q_at, t, end, stride_q_t, K, BLOCK_K)
-                asked = tl.cumsum(tl.sum(read * x, axis=1), axis=0, reverse=True)
+                asked = row_sums(read, q_at, t, end, 0, stride_q_t, K, BLOCK_K)
                 tl.store(by_query_ptr + of_output, asked, mask=rows)
             dq += read
             n_at = n_ptr + (in_row * HO + head_o) * C
@@ -187,7 +199,9 @@ def backward_queries_kernel(
                     dq = tl.dot(load_tile(n_at, t, end, 0, HO * C, C, C), k, acc=dq)
     at = dq_ptr + (in_row * HQ + head_q) * K
     r_q = load_vector(r_q_ptr, token * HQ + head_q, rows)
-    store_gradient(at, dq, q_at, r_q, t, end, HQ * K, stride_q_t, K, BLOCK_K, r_q_ptr is not None)
+    store_gradient(
+        at, (dq,), q_at, r_q, t, end, HQ * K, stride_q_t, K, BLOCK_K, r_q_ptr is not None
+    )
 
 
 @triton.jit(
@@ -241,12 +255,14 @@ def backward_keys_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PIECE: tl.constexpr,  # columns of dK at a time: a tile beside all of it fits into no registers
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     HO: tl.constexpr = HQ if HQ > HV else HV
     READERS: tl.constexpr = HO // HV
     SHARING: tl.constexpr = HV // HK
+    PIECES: tl.constexpr = BLOCK_K // PIECE
     begin()
     pid = tl.program_id(0)
     head_k = pid % HK
@@ -268,67 +284,71 @@ def backward_keys_kernel(
     q_ptr += batch * stride_q_b
     d_ptr += batch * stride_d_b
     k_at = k_ptr + batch * stride_k_b + head_k * stride_k_h
-    dk = tl.zeros([C, BLOCK_K], tl.float32)
+    dk = ()
+    for _ in tl.static_range(PIECES):
+        dk = dk + (tl.zeros([C, PIECE], tl.float32),)
     for j in range(SHARING):
         head_v = head_k * SHARING + j
         of_value = head_v.to(tl.int64) * tokens + token
         S_at = S_ptr + (slot * HV + head_v) * (K * V)
         dS_at = dS_ptr + (slot * HV + head_v) * (K * V)
         d_at = d_ptr + head_v * stride_d_h  # D without beta, which is a factor
+        beta = load_vector(beta32_ptr, of_value, rows)
+        out = beta * load_vector(decay_out_ptr, of_value, rows)
         dg = tl.zeros([C], tl.float32)
+        wrote = tl.zeros([C], tl.float32)  # what each token's write, and each read, asks of decays
+        asked = tl.zeros([C], tl.float32)
         if g2_ptr is not None:
             left = tl.exp2(tl.load(g2_ptr + head_v.to(tl.int64) * tokens
                                    + in_row + tl.minimum(t + C, end) - 1))  # fmt: skip
             dg += overlap(S_at, dS_at, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION) * left
-
-        write = state_products(
-            tl.zeros([C, BLOCK_K], tl.float32), d_at, dS_at, t, end, stride_d_t,
-            K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
-        )  # fmt: skip
-        if hard_ptr is not None:
-            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
-                low_at = d_low_ptr + (in_row * HV + head_v) * V
-                write = state_products(
-                    write, low_at, dS_at, t, end, HV * V, K, V, BLOCK_K, BLOCK_V, 1, PRECISION
-                )
-        out = load_vector(beta32_ptr, of_value, rows) * load_vector(decay_out_ptr, of_value, rows)
-        write = write * out[:, None]
-        if g2_ptr is not None:
-            x = load_again(k_at, t, end, stride_k_t, K, BLOCK_K)
-            kept = tl.sum(write * x, axis=1)
-            before = offs_c[None, :] < offs_c[:, None]
-            dg += tl.sum(tl.where(before, kept[None, :], 0.0), axis=1)
-        dk += write
-
-        if n_ptr is not None:
-            for reader in tl.static_range(READERS):
-                head_o = head_v * READERS + reader
-                q_at = q_ptr + (head_o * HQ // HO) * stride_q_h
-                n = load_tile(n_ptr + (in_row * HO + head_o) * C, t, end, 0, HO * C, C, C)
-                q = load_tile(q_at, t, end, 0, stride_q_t, K, BLOCK_K)
-                dk = tl.dot(tl.trans(n), q, acc=dk, input_precision=PRECISION)
-
-        if beta32_ptr is not None:
-            y_at = y_ptr + (in_row * HV + head_v) * V
-            read = state_products(
-                tl.zeros([C, BLOCK_K], tl.float32), y_at, S_at, t, end, HV * V,
-                K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION,
+        sums = ()
+        for i in tl.static_range(PIECES):
+            write = state_products(
+                tl.zeros([C, PIECE], tl.float32), d_at, dS_at, t, end, i * PIECE, stride_d_t,
+                K, V, PIECE, BLOCK_V, STAGES, PRECISION,
             )  # fmt: skip
-            beta = load_vector(beta32_ptr, of_value, rows)
-            read = read * (-beta * load_vector(decay_in_ptr, of_value, rows))[:, None]
+            if hard_ptr is not None:
+                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                    low_at = d_low_ptr + (in_row * HV + head_v) * V
+                    write = state_products(
+                        write, low_at, dS_at, t, end, i * PIECE, HV * V,
+                        K, V, PIECE, BLOCK_V, 1, PRECISION,
+                    )  # fmt: skip
+            write = write * out[:, None]
             if g2_ptr is not None:
-                x = load_again(k_at, t, end, stride_k_t, K, BLOCK_K)
-                dg += tl.cumsum(tl.sum(read * x, axis=1), axis=0, reverse=True)
-            dk += read
-            h = load_tile(h_ptr + (in_row * HV + head_v) * C, t, end, 0, HV * C, C, C)
-            k = load_tile(k_at, t, end, 0, stride_k_t, K, BLOCK_K)
-            dk = tl.dot(h, k, acc=dk, input_precision=PRECISION)
-            dk = tl.dot(tl.trans(h), k, acc=dk, input_precision=PRECISION)
-
+                wrote += row_sums(write, k_at, t, end, i * PIECE, stride_k_t, K, PIECE)
+            dk_i = dk[i] + write
+            if beta32_ptr is not None:
+                y_at = y_ptr + (in_row * HV + head_v) * V
+                read = state_products(
+                    tl.zeros([C, PIECE], tl.float32), y_at, S_at, t, end, i * PIECE, HV * V,
+                    K, V, PIECE, BLOCK_V, STAGES, PRECISION,
+                )  # fmt: skip
+                read = read * (-beta * load_vector(decay_in_ptr, of_value, rows))[:, None]
+                if g2_ptr is not None:
+                    asked += row_sums(read, k_at, t, end, i * PIECE, stride_k_t, K, PIECE)
+                dk_i += read
+                h = load_tile(h_ptr + (in_row * HV + head_v) * C, t, end, 0, HV * C, C, C)
+                k = load_tile(k_at, t, end, i * PIECE, stride_k_t, K, PIECE)
+                dk_i = tl.dot(h, k, acc=dk_i, input_precision=PRECISION)
+                dk_i = tl.dot(tl.trans(h), k, acc=dk_i, input_precision=PRECISION)
+            if n_ptr is not None:
+                for reader in tl.static_range(READERS):
+                    head_o = head_v * READERS + reader
+                    q_at = q_ptr + (head_o * HQ // HO) * stride_q_h
+                    n = load_tile(n_ptr + (in_row * HO + head_o) * C, t, end, 0, HO * C, C, C)
+                    q = load_tile(q_at, t, end, i * PIECE, stride_q_t, K, PIECE)
+                    dk_i = tl.dot(tl.trans(n), q, acc=dk_i, input_precision=PRECISION)
+            sums = sums + (dk_i,)
+        dk = sums
         if g2_ptr is not None:
             of_output = (head_v * READERS).to(tl.int64) * tokens + token
-            dg += sum_of_parts(by_query_ptr, of_output, rows, tokens, READERS)
+            asked += sum_of_parts(by_query_ptr, of_output, rows, tokens, READERS)
             dg += load_vector(by_pair_ptr, of_value, rows)
+            # a token's decay acts on what was written before it and on what is read from it on
+            before = offs_c[None, :] < offs_c[:, None]
+            dg += tl.sum(tl.where(before, wrote[None, :], asked[None, :]), axis=1)
             if A_log_ptr is not None:
                 at = g_ptr + batch * stride_g_b + head_v * stride_g_h
                 a = tl.load(at + (t + offs_c) * stride_g_t, mask=rows, other=0.0).to(tl.float32)
@@ -344,7 +364,7 @@ def backward_keys_kernel(
             tl.store(at, dg.to(dg_ptr.dtype.element_ty), mask=rows)
     at = dk_ptr + (in_row * HK + head_k) * K
     r_k = load_vector(r_k_ptr, head_k.to(tl.int64) * tokens + token, rows)
-    store_gradient(at, dk, k_at, r_k, t, end, HK * K, stride_k_t, K, BLOCK_K, r_k_ptr is not None)
+    store_gradient(at, dk, k_at, r_k, t, end, HK * K, stride_k_t, K, PIECE, r_k_ptr is not None)
 
 
 @triton.jit(do_not_specialize=["units"], do_not_specialize_on_alignment=GATES)
