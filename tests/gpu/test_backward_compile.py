@@ -38,7 +38,7 @@ SPILLS = {
     "backward_walk_kernel": 192,
     "backward_pairs_kernel": 64,
     "backward_queries_kernel": 96,
-    "backward_keys_kernel": 832,
+    "backward_keys_kernel": 536,
     "backward_inverse_kernel": 48,  # with Triton 3.9; 32 with 3.6
 }
 """Bytes of stack per thread on Hopper, 32 where a kernel is not named."""
