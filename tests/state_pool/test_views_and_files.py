@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
