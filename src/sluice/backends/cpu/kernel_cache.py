@@ -13,6 +13,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ MAGIC = b"sluice kernel 1\n"
 DIGEST_BYTES = 32
 KEPT = 8
 """Files of one kernel that a folder keeps: of other versions and processors."""
+FORGOTTEN = 3600.0
+"""Seconds after which a file that was never completed is removed."""
 
 _warned: set[str] = set()
 
@@ -111,6 +114,9 @@ def _forget_old(folder: Path, name: str) -> None:
         files = sorted(folder.glob(f"sluice-{name}-*.kernel"), key=lambda x: -x.stat().st_mtime)
         for path in files[KEPT:]:
             path.unlink()
+        for path in folder.glob(f".sluice-{name}-*"):  # of a process that was killed as it wrote
+            if time.time() - path.stat().st_mtime > FORGOTTEN:
+                path.unlink()
 
 
 def _warn(text: str) -> None:
