@@ -208,10 +208,10 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     content = path.read_bytes()
     for length in (0, 1, 7, 8, 9, 100, 500, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(PoolError, match="load: .*expected a state snapshot"):
+        with pytest.raises(PoolError, match=r"load: .*expected a state snapshot"):
             StateSnapshot.load(path)
     path.write_bytes(content + b"more")
-    with pytest.raises(PoolError, match="load: .*expected a state snapshot"):
+    with pytest.raises(PoolError, match=r"load: .*expected a state snapshot"):
         StateSnapshot.load(path)
 
 

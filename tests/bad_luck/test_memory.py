@@ -1,4 +1,4 @@
-"""No memory left in the middle of a call: an error, states as they were, and the next call right."""
+"""No memory left in the middle of a call: an error, states as they were, the next call right."""
 
 from __future__ import annotations
 
