@@ -1,4 +1,4 @@
-"""Files are read as data alone, no program is started unseen, and nobody is asked over a network."""
+"""Files are read as data alone, no program starts unseen, and nobody is asked over a network."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def faults(code: str, may_start_programs: bool = False) -> Iterator[str]:
         called = _called(node)
         if called in ("eval", "exec", "__import__", "builtins.eval", "builtins.exec"):
             yield f"{node.lineno}: {called}"
-        if called in ("torch.load", "load_state_dict_from_url", "torch.hub.load"):
-            if called != "torch.load" or _option(node, "weights_only") != "True":
-                yield f"{node.lineno}: {called} without weights_only=True"
-        if called.split(".")[0] in ("np", "numpy") and called.endswith(".load"):
-            if _option(node, "allow_pickle") != "False":
-                yield f"{node.lineno}: {called} without allow_pickle=False"
+        if called == "torch.load" and _option(node, "weights_only") != "True":
+            yield f"{node.lineno}: {called} without weights_only=True"
+        if called in ("load_state_dict_from_url", "torch.hub.load"):
+            yield f"{node.lineno}: {called}"
+        if called in ("np.load", "numpy.load") and _option(node, "allow_pickle") != "False":
+            yield f"{node.lineno}: {called} without allow_pickle=False"
         if _option(node, "shell") not in ("", "False"):
             yield f"{node.lineno}: {called} with a shell"
         if called.startswith("os.") and called[3:] in STARTS:
