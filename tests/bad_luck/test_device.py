@@ -104,8 +104,9 @@ def test_the_kernels_after_one_that_is_refused_do_not_start(name, driver, monkey
         assert len(driver.launched) == allowed
 
 
-def test_a_descriptor_that_cannot_be_moved_is_made_anew(driver, monkeypatch):
-    """TMA descriptors are moved one after another; here the first moves and the second fails."""
+@pytest.mark.parametrize("allowed", range(4))
+def test_a_descriptor_that_cannot_be_moved_is_made_anew(allowed, driver, monkeypatch):
+    """TMA descriptors are moved one after another; here some move, and the next one fails."""
     first, second = prompt(0), prompt(1)
     move, moves = driver.cuTensorMapReplaceAddress, [100]
 
@@ -116,7 +117,7 @@ def test_a_descriptor_that_cannot_be_moved_is_made_anew(driver, monkeypatch):
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", limited)
     sluice.prefill(**first, backend="hopper")
     before = [_described(launched.arguments) for launched in driver.launched]
-    moves[0] = 1
+    moves[0] = allowed
     with pytest.raises(cuda_driver.DriverError):
         sluice.prefill(**second, backend="hopper")
     moves[0] = 100
