@@ -220,8 +220,10 @@ def test_a_save_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "simulated")
 
     monkeypatch.setattr(os, "fsync", disk_full)
+    newer = other_snapshot()
+    newer.recurrent.fill_(1.0)
     with pytest.raises(PoolError, match="got: simulated; a file that was there is as it was"):
-        other_snapshot().save(path)
+        newer.save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
