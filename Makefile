@@ -106,6 +106,8 @@ test-gpu:  ## the contract, every row of reliability, what is promised on a GPU,
 	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
 	  $(PYTEST_ARGS)
+	@# alone: one of them fills the GPU's memory
+	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/bad_luck $(PYTEST_ARGS)
 
 # once with Triton, which compiles what the tests need, then where no process can import it
 test-shipped:  ## the contract on shipped kernels, without Triton, on this GPU
