@@ -40,7 +40,7 @@ WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu test-shipped sanitize-gpu faults lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu test-shipped sanitize-gpu faults audit lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,8 @@ test-gpu:  ## the contract, every row of reliability, what is promised on a GPU,
 	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
 	  $(PYTEST_ARGS)
+	@# alone: one of them fills the GPU's memory
+	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/bad_luck $(PYTEST_ARGS)
 
 # once with Triton, which compiles what the tests need, then where no process can import it
 test-shipped:  ## the contract on shipped kernels, without Triton, on this GPU
@@ -127,6 +129,12 @@ sanitize-gpu:  ## compute-sanitizer's four tools over every kernel
 # one fault at a time, and the tests that must notice it; SAMPLE=30: so many, drawn by the date
 faults: $(VENV)/.dev-stamp  ## put every fault of tools/faults in, and see that a test notices
 	$(PY) tools/faults/run.py --workers $(WORKERS) $(if $(SAMPLE),--sample $(SAMPLE)) $(FAULTS_ARGS)
+
+# --strict: a package that cannot be looked up is an error, too
+audit: $(VENV)/.torch-stamp  ## known vulnerabilities of the pinned versions; needs a network
+	$(PIP_ALONE) --upgrade --target $(VENV)/audit pip-audit
+	PYTHONPATH=$(abspath $(VENV))/audit $(PY) -m pip_audit --strict --disable-pip --no-deps \
+	  --requirement constraints.txt
 
 lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

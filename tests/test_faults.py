@@ -62,6 +62,26 @@ def test_the_documentation_lists_the_faults_of_each_row():
     assert faults.listed(FAULTS) in text, "put in what `python tools/faults/faults.py` prints"
 
 
+def _promises() -> list[tuple[str, list[str], list[str]]]:
+    """The table of promises: each with its test files and its faults."""
+    text = (ROOT / "docs/reliability.md").read_text("utf-8")
+    part = text.partition("## Promises")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
+    return [(a, re.findall(r"`(.+?)`", b), re.findall(r"`(.+?)`", c)) for a, b, c in rows[1:]]
+
+
+def test_every_promise_has_tests_and_faults_that_prove_them():
+    known = {fault.id: fault for fault in FAULTS}
+    assert len(_promises()) > 10
+    for promise, files, proofs in _promises():
+        assert files, promise
+        assert proofs, promise
+        for name in proofs:
+            assert name in known, f"{name} is no fault"
+            tests = {test.partition("::")[0].removeprefix("tests/") for test in known[name].tests}
+            assert tests & set(files), f"{name}: its tests are not among those of the promise"
+
+
 def test_there_are_many_and_each_part_has_some():
     assert len(FAULTS) >= 150
     parts = {fault.file.split("/")[2] for fault in FAULTS}

@@ -395,8 +395,12 @@ def _remembering(layer: Any, shape: QwenShape) -> None:
 def _need_transformers() -> None:
     try:
         import transformers
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingDependencyError(
             'the demo compares with transformers: pip install "sluice-gdn[transformers]"'
+        ) from error
+    except Exception as error:  # a broken install raises anything
+        raise MissingDependencyError(
+            f"the demo compares with transformers, which cannot be imported: {error!r}"
         ) from error
     transformers.logging.set_verbosity_error()  # hides its advice to install other packages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -116,7 +117,18 @@ def _machine() -> Iterator[str]:
     for package in PACKAGES:
         version = importlib.metadata.version(package) if _installed(package) else "not installed"
         version = torch.__version__ if package == "torch" else version  # names the build, too
-        yield f"  {package} {version}"
+        yield f"  {package} {version}{_fault(package)}"
+
+
+def _fault(package: str) -> str:
+    """Why a package that is installed cannot be imported; nothing if it can."""
+    if not _installed(package):
+        return ""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # a broken install raises anything
+        return f", cannot be imported: {error!r}"
+    return ""
 
 
 def _installed(package: str) -> bool:

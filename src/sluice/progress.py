@@ -28,7 +28,7 @@ def counted() -> Iterator[Callable[[str, int, int], None]]:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
+    except Exception:  # not installed; or broken, which raises anything
         yield _lines()
         return
     console = Console(stderr=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import re
@@ -10,14 +9,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
-from sluice.contract.errors import ContractError, SluiceError
+from sluice import state_files
+from sluice.contract.errors import ContractError
 from sluice.contract.meta import overlaps
 from sluice.layers.qwen import QwenShape, from_config, preset
+from sluice.state_files import PoolError
 
 
 class ModelConfig(Protocol):
@@ -39,16 +39,8 @@ _UNITS = {"": 1, "b": 1} | {
 _FORMAT, _VERSION = "sluice.state", "1"
 
 
-class PoolError(SluiceError, RuntimeError):
-    """A state pool refused a request; nothing was changed."""
-
-
 class GeometryError(PoolError, ValueError):
     """State and pool have different geometries."""
-
-
-class MissingDependencyError(SluiceError, ImportError):
-    """This call needs an optional package that is not installed."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +164,8 @@ class PoolGeometry:
     def from_json(cls, text: str) -> PoolGeometry:
         """The inverse of :meth:`to_json`."""
         plain: dict[str, Any] = json.loads(text)
+        if not isinstance(plain.get("tag", ""), str):
+            raise ContractError("PoolGeometry", "tag", "text", type(plain["tag"]).__name__)
         for name in ("state_dtype", "conv_dtype"):
             plain[name] = _DTYPES[plain[name]]
         return cls(**plain)
@@ -210,12 +204,8 @@ class StateSnapshot:
             ("conv", self.conv, g.conv_shape, g.conv_dtype),
             ("recurrent", self.recurrent, g.state_shape, g.state_dtype),
         ):
-            shape = (g.layers, n, *tail)
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                came = f"{list(tensor.shape)} {tensor.dtype}"
-                raise GeometryError(
-                    f"StateSnapshot: {name}: expected {list(shape)} {dtype}, got {came}"
-                )
+            found = tuple(tensor.shape), tensor.dtype
+            _require_kind("StateSnapshot", name, found, (g.layers, n, *tail), dtype)
 
     def __len__(self) -> int:
         return self.conv.shape[1]
@@ -235,25 +225,17 @@ class StateSnapshot:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with geometry and version in its metadata.
 
-        A file already at ``path`` is replaced only once the new one is complete. Raises
-        :class:`MissingDependencyError` without safetensors, and :class:`PoolError` where ``path``
-        is a directory, or in none that exists.
+        A file already at ``path`` is replaced only once the new one is complete and on the disk.
+        Only the user may read it (mode 0600). Raises :class:`MissingDependencyError` without
+        safetensors, and :class:`PoolError` where ``path`` is a directory, or in none that exists,
+        or cannot be written.
         """
-        path = Path(path)
-        if path.is_dir() or not path.parent.is_dir():
-            got = f"the directory {path}" if path.is_dir() else f"{path}"
-            raise PoolError(f"save: expected a file in a directory that exists, got {got}")
-        partial = path.with_name(path.name + ".partial")
-        save_file = _safetensors().torch.save_file
-        tensors = {"conv": self.conv.contiguous(), "recurrent": self.recurrent.contiguous()}
+        tensors = {"conv": self.conv, "recurrent": self.recurrent}
+        tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
         about = {"format": _FORMAT, "version": _VERSION, "geometry": self.geometry.to_json()}
         about |= {"digest": self.geometry.digest}
-        about |= {f"sha256 {name}": checksum(x) for name, x in tensors.items()}
-        try:
-            save_file(tensors, str(partial), metadata=about)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        about |= {f"sha256 {name}": state_files.checksum(x) for name, x in tensors.items()}
+        state_files.write(Path(path), tensors, about)
 
     @staticmethod
     def load(path: str | Path, device: torch.device | str = "cpu") -> StateSnapshot:
@@ -262,42 +244,57 @@ class StateSnapshot:
         Raises :class:`PoolError` for a file that is not a snapshot, has another version,
         contradicts itself or is damaged, and :class:`MissingDependencyError` without safetensors.
         """
-        safetensors = _safetensors()
-        if Path(path).is_dir():
-            raise PoolError(f"load: {path}: expected a state snapshot, got a directory")
-        try:
-            with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
-                about = file.metadata() or {}
-                found = about.get("format"), about.get("version")
-                if found != (_FORMAT, _VERSION):
-                    raise PoolError(
-                        f"load: {path}: expected format {_FORMAT!r} version {_VERSION!r}, got "
-                        f"{found[0]!r} version {found[1]!r}"
-                    )
-                geometry = PoolGeometry.from_json(about["geometry"])
-                if about.get("digest") != geometry.digest:
-                    raise GeometryError(
-                        f"load: {path}: expected geometry {geometry.digest} (computed from its "
-                        f"fields), got {about.get('digest')}"
-                    )
-                tensors = {name: file.get_tensor(name) for name in ("conv", "recurrent")}
-        except PoolError:
-            raise
-        except (safetensors.SafetensorError, ValueError, LookupError, TypeError) as error:
-            raise PoolError(f"load: {path}: expected a state snapshot, got: {error}") from error
+        with state_files.reading(path) as file:
+            geometry, _ = _header(path, file)
+            tensors = {name: state_files.copied(file, name) for name in ("conv", "recurrent")}
+            about = file.metadata()
         snapshot = StateSnapshot(geometry, **tensors)
         for name, x in tensors.items():
-            if about.get(f"sha256 {name}") != checksum(x):
+            if about.get(f"sha256 {name}") != state_files.checksum(x):
                 text = f"load: {path}: expected {name} as it was saved, got other bytes (checksum)"
                 raise PoolError(f"{text}: the file is damaged")
         return snapshot if torch.device(device).type == "cpu" else snapshot.to(device)
 
 
-def checksum(x: torch.Tensor) -> str:
-    """The SHA-256 of a contiguous tensor's bytes."""
-    x = x.cpu()
-    size = x.numel() * x.element_size()
-    return hashlib.sha256((ctypes.c_ubyte * size).from_address(x.data_ptr())).hexdigest()
+def header(path: str | Path) -> tuple[PoolGeometry, int]:
+    """The geometry of a saved file and its number of sequences; no state is read."""
+    with state_files.reading(path) as file:
+        return _header(path, file)
+
+
+def _header(path: str | Path, file: Any) -> tuple[PoolGeometry, int]:
+    """The same of an open file. Shapes are held to the geometry before anything is allocated."""
+    about = file.metadata() or {}
+    found = about.get("format"), about.get("version")
+    if found != (_FORMAT, _VERSION):
+        raise PoolError(
+            f"load: {path}: expected format {_FORMAT!r} version {_VERSION!r}, got "
+            f"{found[0]!r} version {found[1]!r}"
+        )
+    geometry = PoolGeometry.from_json(about["geometry"])
+    if about.get("digest") != geometry.digest:
+        raise GeometryError(
+            f"load: {path}: expected geometry {geometry.digest} (computed from its "
+            f"fields), got {about.get('digest')}"
+        )
+    g, (conv, conv_dtype) = geometry, state_files.kind(file, "conv")
+    n = conv[1] if len(conv) > 1 else 0
+    _require_kind("load", "conv", (conv, conv_dtype), (g.layers, n, *g.conv_shape), g.conv_dtype)
+    state = state_files.kind(file, "recurrent")
+    _require_kind("load", "recurrent", state, (g.layers, n, *g.state_shape), g.state_dtype)
+    return geometry, n
+
+
+def _require_kind(
+    op: str,
+    name: str,
+    found: tuple[tuple[int, ...], torch.dtype | None],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    if found != (shape, dtype):
+        came = f"{list(found[0])} {found[1]}"
+        raise GeometryError(f"{op}: {name}: expected {list(shape)} {dtype}, got {came}")
 
 
 def parse_bytes(memory: int | str) -> int:
@@ -387,14 +384,3 @@ def _activations(model: Model) -> torch.dtype:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape[1:])} {tensor.dtype} on {tensor.device}"
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingDependencyError(
-            "saving and loading state needs safetensors: pip install 'sluice-gdn[pool]'"
-        ) from error
-    return safetensors

@@ -24,14 +24,14 @@ import torch
 from sluice.contract.errors import ContractError
 from sluice.contract.names import ConvOrder, StateLayout
 from sluice.ops.drafts import DraftBuffers
+from sluice.state_files import MissingDependencyError, PoolError
 from sluice.state_geometry import (
     GeometryError,
-    MissingDependencyError,
     Model,
-    PoolError,
     PoolGeometry,
     StateSnapshot,
     geometry_of,
+    header,
     parse_bytes,
 )
 
@@ -421,9 +421,7 @@ class StatePool:
                 new = stack.enter_context(self._taking("restore", len(snapshot)))
             else:
                 new = [self._handle(row) for row in self._owned("restore", slots)]
-            if len(new) != len(snapshot):
-                expected = f"{len(snapshot)} slots, one for each sequence of the snapshot"
-                raise ContractError("restore", "slots", expected, len(new))
+            _require_count(len(new), len(snapshot))
             for outside, inside in self._beside(snapshot.conv, snapshot.recurrent):
                 for n, row in enumerate(new):
                     inside[:, row].copy_(outside[:, n])
@@ -434,7 +432,17 @@ class StatePool:
         self.snapshot(self.allocated if slots is None else slots, device="cpu").save(path)
 
     def load(self, path: str | Path, slots: Slots | None = None) -> list[Slot]:
-        """Restore a saved file into ``slots`` (default: newly allocated), in the saved order."""
+        """Restore a saved file into ``slots`` (default: newly allocated), in the saved order.
+
+        What :meth:`restore` refuses is refused before the file's state is read.
+        """
+        geometry, sequences = header(path)
+        self.geometry.require("restore", geometry)
+        with self._lock:
+            if slots is None:
+                self._require_free("restore", sequences)
+            else:
+                _require_count(len(self._owned("restore", slots)), sequences)
         return self.restore(StateSnapshot.load(path), slots)
 
     def draft_buffers(
@@ -510,16 +518,19 @@ class StatePool:
             self._live.remove(row)
             heapq.heappush(self._free, int(row))
 
-    @contextlib.contextmanager
-    def _taking(self, op: str, n: int) -> Iterator[list[Slot]]:
-        """The ``n`` lowest free slots; they are freed again if the body raises."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ContractError(op, "n", "an int of at least 0", repr(n))
+    def _require_free(self, op: str, n: int) -> None:
         if n > len(self._free):
             raise PoolExhaustedError(
                 f"{op}: expected {n} free slots, got {len(self._free)} free of "
                 f"{self.slots - self.pad_slot - 1} ({len(self._live)} allocated)"
             )
+
+    @contextlib.contextmanager
+    def _taking(self, op: str, n: int) -> Iterator[list[Slot]]:
+        """The ``n`` lowest free slots; they are freed again if the body raises."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise ContractError(op, "n", "an int of at least 0", repr(n))
+        self._require_free(op, n)
         new = [self._own(heapq.heappop(self._free)) for _ in range(n)]
         try:
             yield new
@@ -565,6 +576,12 @@ def _check_options(slots: int, state_layout: str, conv_order: str, reserve_slot_
         raise ContractError("StatePool", "state_layout", "'vk' or 'kv'", repr(state_layout))
     if conv_order not in ("dl", "ld"):
         raise ContractError("StatePool", "conv_order", "'dl' or 'ld'", repr(conv_order))
+
+
+def _require_count(slots: int, sequences: int) -> None:
+    if slots != sequences:
+        expected = f"{sequences} slots, one for each sequence of the snapshot"
+        raise ContractError("restore", "slots", expected, slots)
 
 
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -210,18 +211,19 @@ def test_a_damaged_file_leaves_the_pool_as_it_was(tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
-    files = pytest.importorskip("safetensors.torch")
+    pytest.importorskip("safetensors")
     path = tmp_path / "state"
     other_snapshot().save(path)
     before = path.read_bytes()
 
-    def disk_full(tensors, name, metadata):
-        Path(name).write_bytes(b"half")
-        raise OSError("simulated")
+    def disk_full(number):
+        raise OSError(errno.ENOSPC, "simulated")
 
-    monkeypatch.setattr(files, "save_file", disk_full)
-    with pytest.raises(OSError, match="simulated"):
-        other_snapshot().save(path)
+    monkeypatch.setattr(os, "fsync", disk_full)
+    newer = other_snapshot()
+    newer.recurrent.fill_(1.0)
+    with pytest.raises(PoolError, match="got: simulated; a file that was there is as it was"):
+        newer.save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

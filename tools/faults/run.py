@@ -67,7 +67,7 @@ def main() -> int:
     if given.sample is not None:
         wanted = sample(wanted, given.sample, given.seed)
         print(f"{len(wanted)} faults, --seed {given.seed}", flush=True)
-    BUILD.mkdir(parents=True, exist_ok=True)
+    _take_kernels()
     sources = _digest(path for path in _files() if path.startswith("src/"))
     keys = {f.id: _key(f, sources) for f in wanted}
     kept_before = {} if given.again else _kept()
@@ -102,6 +102,14 @@ def _say(outcome: Outcome, row: str) -> bool:
     verdict = f"caught by {outcome.by}" if outcome.caught else f"SURVIVED ({outcome.by})"
     print(f"{row:>5}  {outcome.id:<44} {outcome.seconds:5.1f} s  {verdict}", flush=True)
     return not outcome.caught
+
+
+def _take_kernels() -> None:
+    """Take over CPU kernels that the suite has compiled: their names say what they were made of."""
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    for path in (ROOT / CPU_SOURCES / "__pycache__").glob("*.kernel"):
+        if not (KERNELS / path.name).exists():
+            shutil.copy2(path, KERNELS)
 
 
 def _has_gpu() -> bool:

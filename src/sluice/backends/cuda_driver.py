@@ -227,13 +227,18 @@ class KernelLaunch:
             _check(result, f"launching {self.name}")
 
     def _point(self, addresses: tuple[int, ...]) -> None:
-        """Let the descriptors point at these addresses."""
-        for i, address in enumerate(addresses):
-            before = self._encoded[i]
-            if before != address:
-                where = self._base + DESCRIPTOR_BYTES * i
-                if before == 0:
-                    self._matrices[i].encode(where, address)
-                else:
-                    _check(self._move(where, address), self.name)
-        self._encoded = addresses
+        """Let the descriptors point at these addresses; each is noted once it does."""
+        now = list(self._encoded)
+        try:
+            for i, address in enumerate(addresses):
+                before = now[i]
+                if before != address:
+                    where = self._base + DESCRIPTOR_BYTES * i
+                    now[i] = 0  # if this fails, nobody knows where it points
+                    if before == 0:
+                        self._matrices[i].encode(where, address)
+                    else:
+                        _check(self._move(where, address), self.name)
+                    now[i] = address
+        finally:
+            self._encoded = tuple(now)

@@ -148,7 +148,7 @@ def show(results: Results, file: TextIO | None = None) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
-    except ImportError:
+    except Exception:  # not installed; or broken, which raises anything
         for title, rows in lines(results).items():
             print(f"\n{title}", file=file)
             print(_plain([head(results), *rows]), file=file)

@@ -57,8 +57,9 @@ def _registry() -> Any:
         backends = importlib.import_module("fla.backends")
         for operation in ("gated_delta_rule", "kda"):
             importlib.import_module(f"fla.ops.{operation}")
-    except ImportError as missing:
-        raise SluiceError(f"install: flash-linear-attention 0.6 is needed: {missing}") from missing
+    except Exception as missing:  # a broken install raises anything
+        text = f"install: flash-linear-attention 0.6 is needed: {missing!r}"
+        raise SluiceError(text) from missing
     fla_private.check(backends)
     if fla_private.switched_off(backends):
         raise SluiceError("install: FLA's registry is off (FLA_DISABLE_BACKEND_DISPATCH=1)")

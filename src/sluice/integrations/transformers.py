@@ -311,6 +311,8 @@ def _registration():
     except ModuleNotFoundError as missing:
         text = "install: transformers 5.9 or newer, whose monkey_patching replaces classes"
         raise SluiceError(f"{text}, is not there; use sluice.accelerate(model)") from missing
+    except Exception as broken:  # a broken install raises anything
+        raise SluiceError(f"install: transformers cannot be imported: {broken!r}") from broken
 
 
 def _known_classes() -> dict[str, type[nn.Module]]:

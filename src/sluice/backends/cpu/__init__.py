@@ -68,8 +68,8 @@ def _unusable() -> str | None:
     """Why this version of Numba does not serve; None if it does."""
     try:
         from sluice.backends.cpu import numba_private
-    except ImportError as error:
-        return f"cannot use numba: {error}"
+    except Exception as error:  # a broken install raises anything
+        return f"cannot use numba: {error!r}"
     missing = numba_private.missing()
     return f"cannot use numba, which has no {', '.join(missing)}" if missing else None
 

@@ -1,8 +1,9 @@
 """Compiled kernels on disk: one file for each, read only if its hash fits.
 
 LLVM ends the process when it is given damaged machine code. So a file holds a hash of what follows
-it and of what it was made from, and a file that does not fit is compiled anew. A folder that cannot
-be read or written costs a warning and the time to compile, nothing else.
+it and of what it was made from, and a file that does not fit is compiled anew. So is one that
+another user owns or may write, because a hash says nothing about intent. A folder that cannot be
+read or written costs a warning and the time to compile, nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,8 @@ MAGIC = b"sluice kernel 1\n"
 DIGEST_BYTES = 32
 KEPT = 8
 """Files of one kernel that a folder keeps: of other versions and processors."""
+FORGOTTEN = 3600.0
+"""Seconds after which a file that was never completed is removed."""
 
 _warned: set[str] = set()
 
@@ -42,8 +47,11 @@ def find(folders: Sequence[Path], name: str, key: str) -> bytes | None:
     for folder in folders:
         path = folder / file_name(name, key)
         try:
-            found = path.read_bytes()
+            found = _read(path)
         except OSError:
+            continue
+        if found is None:
+            _warn(f"{path} is not this user's alone: the CPU kernel {name!r} is compiled anew")
             continue
         start = len(MAGIC) + DIGEST_BYTES
         payload = found[start:]
@@ -51,6 +59,21 @@ def find(folders: Sequence[Path], name: str, key: str) -> bytes | None:
             return payload
         _warn(f"{path} is damaged: the CPU kernel {name!r} is compiled anew")
     return None
+
+
+def _read(path: Path) -> bytes | None:
+    """A file's content; None if another user could have written it.
+
+    Who owns these sources may write their cache, too: that one's code runs here anyway.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for ever
+    with os.fdopen(number, "rb") as file:
+        about = os.fstat(number)
+        trusted = (os.geteuid(), 0, Path(__file__).stat().st_uid)
+        others = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if about.st_uid not in trusted or others or not stat.S_ISREG(about.st_mode):
+            return None
+        return file.read()
 
 
 def keep(folders: Sequence[Path], name: str, key: str, payload: bytes) -> None:
@@ -72,8 +95,8 @@ def keep(folders: Sequence[Path], name: str, key: str, payload: bytes) -> None:
 
 
 def _write(folder: Path, name: str, content: bytes) -> None:
-    """Write a file at once: nobody sees a part of it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a file at once, for this user alone: nobody sees a part of it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     number, path = tempfile.mkstemp(dir=folder, prefix=f".{name}")
     temporary = Path(path)
     try:
@@ -91,6 +114,9 @@ def _forget_old(folder: Path, name: str) -> None:
         files = sorted(folder.glob(f"sluice-{name}-*.kernel"), key=lambda x: -x.stat().st_mtime)
         for path in files[KEPT:]:
             path.unlink()
+        for path in folder.glob(f".sluice-{name}-*"):  # of a process that was killed as it wrote
+            if time.time() - path.stat().st_mtime > FORGOTTEN:
+                path.unlink()
 
 
 def _warn(text: str) -> None:

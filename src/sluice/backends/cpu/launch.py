@@ -7,6 +7,8 @@ block that no other call uses, writes the addresses, and calls the entry: it loo
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -46,6 +48,22 @@ def entry(block):
 
 
 ENTRY = Kernel("entry", entry, returns_int=True)
+
+
+_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+"""Every block of the process."""
+
+
+def _after_fork() -> None:
+    """OpenMP's threads stay with the parent, and it would wait for them for ever: in a forked
+    process Python's threads serve."""
+    for name in ("parallel", "identify"):
+        setattr(threads, name, 0)
+        for block in _blocks:
+            block.put(PARAMS.offset[name], 0)  # the head is the same in every layout
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def bind(kernel: Kernel, spec: Any, share: Share, check: Check) -> Launch:
@@ -108,7 +126,9 @@ def bind_fields(
             "crowd": threads.CROWD_ADDRESS,
             "clock": threads.clock,
         }
-        return Block(fields.pack({**values, **share(team), **head}), fields.offset, team)
+        block = Block(fields.pack({**values, **share(team), **head}), fields.offset, team)
+        _blocks.add(block)
+        return block
 
     def launch(tensors: Sequence[Any]) -> None:
         team = threads_of_torch()

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import pickle
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -154,13 +154,16 @@ def compile_callback(function: Callable[[Any], Any], signature: Any) -> tuple[in
         address = library.get_pointer_to_function(name)
         # Numba also keeps a module to link with others, of which this is all that `load` asks for
         symbols = llvm.parse_assembly(f'define void @"{name}"() {{\n  ret void\n}}').as_bitcode()
-        state = library.name, "object", (library._get_compiled_object(), symbols)
-        return address, compiled, pickle.dumps((name, state))
+        code = library._get_compiled_object()
+        names = json.dumps([name, library.name, len(code)]).encode()
+        return address, compiled, names + b"\n" + code + symbols
 
 
 def load(payload: bytes) -> tuple[int, object]:
     """The address of a callback's machine code, and what keeps it there."""
-    name, state = pickle.loads(payload)
+    names, _, parts = payload.partition(b"\n")
+    name, library_name, size = json.loads(names)
+    state = library_name, "object", (parts[:size], parts[size:])
     with global_compiler_lock:
         library = _codegen().unserialize_library(state)
         return library.get_pointer_to_function(name), library

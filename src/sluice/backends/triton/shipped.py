@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ class Shipped:
         self.manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text("utf-8"))
         if self.manifest["format"] != FORMAT:
             raise ValueError(f"{MANIFEST} has format {self.manifest['format']}, not {FORMAT}")
+        if not _is_whole(self.manifest):
+            raise ValueError(f"{MANIFEST} is damaged")
 
     @property
     def triton(self) -> str:
@@ -66,20 +69,46 @@ class Shipped:
     def code(self, key: str, target: str) -> MachineCode:
         """The machine code of a variant, its hash checked."""
         entry = self.manifest["targets"][target]["kernels"][key]
-        path = self.directory / target / f"{entry['sha256'][:32]}.cubin"
-        cubin = path.read_bytes()
-        found = hashlib.sha256(cubin).hexdigest()
-        if found != entry["sha256"]:
+        try:
+            told = str(entry["sha256"])
+            path = self.directory / target / f"{told[:32]}.cubin"
+            cubin = path.read_bytes()
+            found = hashlib.sha256(cubin).hexdigest()
+            name, num_warps, shared = str(entry["name"]), int(entry["num_warps"]), entry["shared"]
+            boxes = tuple((int(rows), int(columns)) for rows, columns in entry["boxes"])
+            code = MachineCode(cubin, name, num_warps, int(shared), boxes)
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            where = f"{self.directory / target}: a kernel cannot be read ({error!r})"
+            raise DamagedKernelError(f"{where}; install {DISTRIBUTION} again") from error
+        if found != told:
             raise DamagedKernelError(
-                f"{path}: its SHA-256 is {found}, the manifest says {entry['sha256']}; "
+                f"{path}: its SHA-256 is {found}, the manifest says {told}; "
                 f"install {DISTRIBUTION} again"
             )
-        boxes = tuple((rows, columns) for rows, columns in entry["boxes"])
-        return MachineCode(cubin, entry["name"], entry["num_warps"], entry["shared"], boxes)
+        return code
 
 
 class DamagedKernelError(RuntimeError):
     """A file of compiled kernels is not what its manifest says."""
+
+
+def _is_whole(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest has all that is asked of it later, but for the kernels' own entries."""
+    targets, parameters = manifest.get("targets"), manifest.get("parameters")
+    return (
+        isinstance(targets, dict)
+        and isinstance(parameters, dict)
+        and re.match(r"\d+\.\d+", str(manifest.get("triton"))) is not None
+        and all(isinstance(each, list) for each in parameters.values())
+        and all(
+            isinstance(each, list) and len(each) == 4 for x in parameters.values() for each in x
+        )
+        and all(
+            isinstance(target, dict) and isinstance(target.get("kernels"), dict)
+            for target in targets.values()
+        )
+        and all("status" in target for target in targets.values())
+    )
 
 
 @functools.cache
@@ -114,7 +143,7 @@ def _look() -> tuple[Shipped | None, str | None]:
     try:
         kernels = Shipped(Path(directory))
         sources = kernels.manifest["sources"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return None, f"the compiled kernels in {directory} cannot be read: {error!r}"
     if sources != source_hash():
         return None, f"the compiled kernels in {directory} are of another version of sluice"

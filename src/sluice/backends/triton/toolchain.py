@@ -31,7 +31,7 @@ def version() -> str | None:
         except importlib.metadata.PackageNotFoundError:  # other names: pytorch-triton-rocm, ...
             try:
                 import triton
-            except ImportError:
+            except Exception:  # a broken install raises anything; ``unable`` says what
                 return None
     found: str = triton.__version__
     return found
@@ -47,15 +47,23 @@ def release(text: str) -> tuple[int, int]:
 def unable() -> str | None:
     """Why nothing can be compiled here; None if Triton can compile."""
     found = version()
-    if found is None:
+    if found is None and not _is_there():
         return "the package triton is not installed"
-    if release(found) < OLDEST:
+    if found is not None and release(found) < OLDEST:
         return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {found}"
     try:
         from sluice.backends.triton import triton_private
-    except ImportError as error:
-        return f"the package triton cannot be imported: {error}"
+    except Exception as error:
+        return f"the package triton cannot be imported: {error!r}"
     return None if interpreted() else triton_private.missing()
+
+
+def _is_there() -> bool:
+    """Whether there is a Triton, which may be broken."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def made_by() -> tuple[int, int] | None:

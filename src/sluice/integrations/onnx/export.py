@@ -200,6 +200,11 @@ def need(*packages: str) -> None:
         if importlib.util.find_spec(package) is None:
             extras = "onnx,transformers" if package == "transformers" else "onnx"
             raise SluiceError(f'export needs {package}: pip install "sluice-gdn[{extras}]"')
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # a broken install raises anything
+            text = f"export needs {package}, which cannot be imported: {error!r}"
+            raise SluiceError(text) from error
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def missing() -> str | None:
     ):
         try:
             getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as gone:
+        except Exception as gone:  # a broken install raises anything
             return f"this SGLang has no {module}.{name} ({gone})"
     return None
 
