@@ -221,9 +221,9 @@
     return `${ratio >= 9.95 ? ratio.toFixed(0) : ratio.toFixed(close ? 2 : 1)}×`;
   }
 
-  function grid(id, columns, lines, value, labelWidth, name) {
+  function grid(id, columns, lines, value, labelWidth, least, name) {
     const [place, width] = clear(id);
-    const cell = Math.max(72, Math.min(116, (width - labelWidth) / Math.max(1, columns.length)));
+    const cell = Math.max(least, Math.min(116, (width - labelWidth) / Math.max(1, columns.length)));
     // a heading of several words takes a line for each part of it
     const parts = columns.map((column) => column.split(/(?<=,) /));
     const [tall, head] = [42, 26 + 14 * Math.max(1, ...parts.map((p) => p.length))];
@@ -286,7 +286,7 @@
       const range = found.length > 1 ? `${speedup(low)}–${speedup(high)}` : "";
       const text = `${op} against ${column}\n${found.length} workloads, from ${speedup(low)} to ${speedup(high)}${losses}`;
       return { ratio, low, range, text };
-    }, 118, "at a glance");
+    }, 118, 72, "at a glance");
   }
 
   function heat() {
@@ -302,7 +302,7 @@
       if (!r) return null;
       const mine = ours.get(r.workload);
       return { ratio: r.median_s / mine.median_s, text: `${about(r)}\n\n${about(mine)}` };
-    }, 76, "speed-up over heads and sizes");
+    }, 76, 56, "speed-up over heads and sizes");
   }
 
   function cold() {
