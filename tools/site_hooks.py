@@ -75,6 +75,11 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     return output.replace(FETCHED, posixpath.relpath(WORKER, here))
 
 
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page of an address that does not exist, whose links begin at the root."""
+    return output_content.replace(FETCHED, f"/{WORKER}")
+
+
 def _link(here: str, found: re.Match[str]) -> str:
     text, path, anchor = found[1], found[2], found[3] or ""
     if not path:
