@@ -1,8 +1,8 @@
 """The chart of the README and the docs, from committed results: ``python tools/charts.py``.
 
-One bar per row: how many times faster sluice is than the fastest other library that computes the same
-on the same machine, in the same run. Rows where it is slower are in the chart like all others. A
-second form is for narrow screens, with the words above each bar.
+One bar per row: how many times faster sluice is than the fastest other library that computes the
+same on the same machine, in the same run. Rows where it is slower are in the chart like all others.
+A second form is for narrow screens, with the words above each bar.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def draw(groups: list[tuple[str, list[Bar]]], theme: str, form: str = "") -> str
         f"<style>text{{font:12px system-ui,sans-serif;fill:{colour['text']}}}"
         f".q{{fill:{colour['quiet']};font-size:11px}}.h{{font-weight:600}}.e{{text-anchor:end}}"
         ".m{text-anchor:middle}</style>",
-        f'<text x="{size.left}" y="16" class="h">times faster than the fastest other library</text>',
+        f'<text x="{size.left}" y="16" class="h">times faster than the fastest other library'
+        "</text>",
         f'<text x="{x(1 / 4) - 18:.1f}" y="44" class="q e">slower</text>',
     ]
     for times in (1 / 4, 1 / 2, 1, 2, 4, 8, 16):

@@ -70,7 +70,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Load nothing from elsewhere."""
     if FETCHED not in output:
-        raise PluginError(f"{page.url}: the theme no longer loads {FETCHED}; see tools/site_hooks.py")
+        raise PluginError(
+            f"{page.url}: the theme no longer loads {FETCHED}; see tools/site_hooks.py"
+        )
     here = posixpath.dirname(page.url) or "."
     return output.replace(FETCHED, posixpath.relpath(WORKER, here))
 
