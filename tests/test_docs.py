@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +194,23 @@ def test_the_chart_has_a_bar_for_a_loss():
     assert ">0.5x<" in text
     assert charts._times(0.9974) == "0.997x"
     assert charts._times(1 / 5523) == "1/5,523 "
+
+
+def test_the_site_fetches_nothing_and_its_search_finds_the_contract_first():
+    pytest.importorskip("mkdocs")
+    hooks = _tool("site_hooks")
+    page = SimpleNamespace(url="kernels/cpu.html", meta={}, file=SimpleNamespace(src_uri=""))
+    made = hooks.on_post_page(f'<script src="{hooks.FETCHED}">', page)
+    assert made == '<script src="../img/worker.js">'
+    assert (ROOT / "docs" / hooks.WORKER).is_file()
+    with pytest.raises(Exception, match="no longer loads"):
+        hooks.on_post_page("<script>", page)
+    weights = {}
+    for name in ("contract.md", "reference/state.md", "vllm.md", "kernels/conv_log.md"):
+        page.meta, page.file.src_uri = {}, name
+        hooks.on_page_markdown("", page)
+        weights[name] = page.meta.get("search", {}).get("boost", 1.0)
+    assert list(weights) == sorted(weights, key=lambda name: -weights[name])
 
 
 def test_docstrings_are_shown_without_signs_for_terminals():
