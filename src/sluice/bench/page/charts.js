@@ -225,7 +225,8 @@
     const [place, width] = clear(id);
     const cell = Math.max(least, Math.min(116, (width - labelWidth) / Math.max(1, columns.length)));
     // a heading of several words takes a line for each part of it
-    const parts = columns.map((column) => column.split(/(?<=,) /));
+    const wide = (part) => part.length * 7 > cell - 4;
+    const parts = columns.map((column) => column.split(/(?<=,) /).flatMap((part) => (wide(part) ? part.split(" ") : part)));
     const [tall, head] = [42, 26 + 14 * Math.max(1, ...parts.map((p) => p.length))];
     const [w, h] = [labelWidth + cell * columns.length, head + tall * lines.length + 4];
     const drawing = svg("svg", { viewBox: `0 0 ${w} ${h}`, height: h, role: "img", "aria-label": name });
@@ -233,7 +234,7 @@
     place.classList.add("scroll");
     let marks = 0;
     columns.forEach((column, n) => {
-      const fits = (part) => (part.length * 7 > cell - 4 ? `${part.slice(0, Math.floor(cell / 7) - 2)}…` : part);
+      const fits = (part) => (wide(part) ? `${part.slice(0, Math.floor(cell / 7) - 2)}…` : part);
       const label = svg("text", { "text-anchor": "middle" });
       parts[n].forEach((part, m) => {
         const y = head - 12 - 14 * (parts[n].length - 1 - m);
