@@ -95,7 +95,8 @@ test-long: $(LONG_RELEASES:%=$(VENV)/transformers-%/.stamp) test  ## `make test`
 releases: $(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp)
 
 test-oldest: $(VENV)-oldest/.stamp  ## the oldest torch, numba, transformers and Triton, in an environment of their own
-	$(ONE_THREAD) $(VENV)-oldest/bin/python -m pytest $(WORKERS_OF) --durations=15 $(PYTEST_ARGS) $(OLDEST_TESTS)
+	$(ONE_THREAD) $(VENV)-oldest/bin/python -m pytest $(WORKERS_OF) --durations=15 -k "not triton" $(PYTEST_ARGS) \
+	  $(OLDEST_TESTS)
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(VENV)-oldest/bin/python -m pytest $(WORKERS_OF) -k "triton" $(PYTEST_ARGS) \
 	  tests/test_contract.py
 
