@@ -24,6 +24,12 @@ RELEASES      := 5.2.0
 LONG_RELEASES := 5.12.1
 RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpcore==1.0.9 \
   certifi==2026.10.18 typer-slim==0.24.0
+# the oldest releases that pyproject.toml allows, tried together by test-oldest; torch brings Triton
+OLDEST        := torch==2.9.0 triton==3.5.0 numba==0.60.0 transformers==5.0.0 onnx==1.18.0 \
+  onnxruntime==1.29.0 onnxscript==0.7.0
+OLDEST_TESTS  := tests/test_private.py tests/test_cpu_numba_private.py tests/test_dispatch.py \
+  tests/test_errors.py tests/test_contract.py tests/state_pool tests/layers \
+  tests/integrations/test_transformers.py tests/integrations/test_onnx_nodes.py
 # the oldest Triton whose kernels are tested beside the newest, and the GPUs it compiles for
 TRITONS       := 3.6.0
 TRITON_TESTS  := "not sm_89 and not sm_100"
@@ -40,7 +46,7 @@ WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-engines test-gpu test-shipped sanitize-gpu faults audit lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-oldest test-engines test-gpu test-shipped sanitize-gpu faults audit lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +93,12 @@ test-long: LONG := --long
 test-long: $(LONG_RELEASES:%=$(VENV)/transformers-%/.stamp) test  ## `make test` with every combination of options, where it takes some for all
 
 releases: $(RELEASES:%=$(VENV)/transformers-%/.stamp) $(TRITONS:%=$(VENV)/triton-%/.stamp)
+
+test-oldest: $(VENV)-oldest/.stamp  ## the oldest torch, numba, transformers and Triton, in an environment of their own
+	$(ONE_THREAD) $(VENV)-oldest/bin/python -m pytest $(WORKERS_OF) --durations=15 -k "not triton" $(PYTEST_ARGS) \
+	  $(OLDEST_TESTS)
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(VENV)-oldest/bin/python -m pytest $(WORKERS_OF) -k "triton" $(PYTEST_ARGS) \
+	  tests/test_contract.py
 
 # vLLM keeps to one process and one thread here, asks nobody, and gets 1 GB for its cache
 ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
@@ -161,7 +173,7 @@ wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty
 	$(PY) tools/check_dist.py dist $(PYTHONS)
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) $(VENV)-engines build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-engines $(VENV)-oldest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch first and apart: it is the long download
@@ -201,6 +213,15 @@ $(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --requirement tests/engines/requirements.txt
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)-oldest/.stamp: pyproject.toml
+	@echo "creating $(VENV)-oldest: $(OLDEST) (a CUDA build of torch is about 3 GB) ..."
+	@$(PYTHON) -m venv $(VENV)-oldest
+	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check setuptools pytest \
+	  pytest-xdist hypothesis safetensors $(OLDEST)
+	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --no-build-isolation --editable .
 	@touch $@
 

@@ -64,6 +64,38 @@ def test_users_of_transformers_get_the_kernels_for_a_cpu():
     assert "sluice-gdn[cpu]" in EXTRAS["transformers"]
 
 
+def test_the_table_of_versions_has_what_is_tested_and_what_is_allowed():
+    """docs/install.md against constraints.txt, the Makefile's OLDEST and pyproject.toml."""
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").split("## Versions")[1]
+    table = re.findall(
+        r"^\| (\w+) \| ([\d.]+)(?: to ([\d.]+))?[^|]*\| (\S+) \| (\S+) \|$", page, re.M
+    )
+    pinned = re.compile(r"^([\w-]+)==(\S+)$", re.MULTILINE)
+    newest = dict(pinned.findall((ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    make = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (listed,) = re.findall(r"^OLDEST +:= (.*)$", make, re.MULTILINE)
+    oldest = dict(pinned.findall("\n".join(listed.split())))
+    needs = [*PROJECT["dependencies"], *(x for extra in EXTRAS.values() for x in extra)]
+    rows = {name.lower(): rest for name, *rest in table}
+    python = rows.pop("python")
+    assert rows.keys() == oldest.keys()
+    for name, (least, below, first, last) in rows.items():
+        assert (first, last) == (oldest[name], newest[name])
+        assert first.startswith(least)
+        assert any(re.match(rf"{name}>={re.escape(least)}\b", need) for need in needs)
+        if below:
+            major, minor = below.split(".")
+            assert any(f"<{major}.{int(minor) + 1}" in need for need in needs if name in need)
+            assert last.startswith(below)
+    stated = [x.split()[-1] for x in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", x)]
+    assert (python[0], python[1]) == (python[2], python[3]) == (stated[0], stated[-1])
+    assert PROJECT["requires-python"] == f">={python[0]}"
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert all(f'"{version}"' in workflow for version in stated)
+    for command in (".ci/run", ".ci/oldest", "make wheel"):
+        assert f"run: {command}" in workflow
+
+
 def _setup():
     code = (ROOT / "setup.py").read_text(encoding="utf-8")
     names: dict = {"__name__": "setup", "__file__": str(ROOT / "setup.py")}

@@ -1,7 +1,8 @@
 """The chart of the README and the docs, from committed results: ``python tools/charts.py``.
 
-One bar a row: how many times faster sluice is than the fastest other library that computes the same
-on the same machine, in the same run. Rows where it is slower are in the chart like all others.
+One bar per row: how many times faster sluice is than the fastest other library that computes the
+same on the same machine, in the same run. Rows where it is slower are in the chart like all others.
+A second form is for narrow screens, with the words above each bar.
 """
 
 from __future__ import annotations
@@ -50,7 +51,20 @@ COLOURS = {
     "light": dict(text="#1f2328", quiet="#59636e", line="#d1d9e0", win="#2f6fde", loss="#c4501b"),
     "dark": dict(text="#e6edf3", quiet="#9198a1", line="#3d444d", win="#6ea8ff", loss="#ff9a66"),
 }
-WIDTH, LEFT, RIGHT, ROW, TOP = 860, 275, 215, 22, 58
+TOP = 58
+
+
+class Form(NamedTuple):
+    """Sizes of a chart: of all, before and after the bars, of a row and of a bar in it."""
+
+    width: int
+    left: int
+    right: int
+    row: int
+    bar: int
+
+
+FORMS = {"": Form(860, 275, 215, 22, 15), "-narrow": Form(400, 14, 14, 44, 7)}
 LEAST, MOST = math.log2(1 / 8), math.log2(16)
 
 
@@ -106,24 +120,25 @@ def _time(seconds: float) -> str:
     raise AssertionError
 
 
-def draw(groups: list[tuple[str, list[Bar]]], theme: str) -> str:
+def draw(groups: list[tuple[str, list[Bar]]], theme: str, form: str = "") -> str:
     """The chart as SVG."""
-    colour = COLOURS[theme]
-    scale = (WIDTH - LEFT - RIGHT) / (MOST - LEAST)
+    colour, size = COLOURS[theme], FORMS[form]
+    scale = (size.width - size.left - size.right) / (MOST - LEAST)
 
     def x(times: float) -> float:
-        return LEFT + (min(max(math.log2(times), LEAST), MOST) - LEAST) * scale
+        return size.left + (min(max(math.log2(times), LEAST), MOST) - LEAST) * scale
 
     rows = sum(len(found) for _, found in groups)
-    height = TOP + rows * ROW + len(groups) * 34 + 12
+    height = TOP + rows * size.row + len(groups) * 34 + 12
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size.width} {height}" role="img" '
         f'aria-label="How many times faster sluice is than the fastest other library">',
         f"<style>text{{font:12px system-ui,sans-serif;fill:{colour['text']}}}"
         f".q{{fill:{colour['quiet']};font-size:11px}}.h{{font-weight:600}}.e{{text-anchor:end}}"
         ".m{text-anchor:middle}</style>",
-        f'<text x="{LEFT}" y="16" class="h">times faster than the fastest other library</text>',
-        f'<text x="{LEFT - 8}" y="44" class="q e">slower</text>',
+        f'<text x="{size.left}" y="16" class="h">times faster than the fastest other library'
+        "</text>",
+        f'<text x="{x(1 / 4) - 18:.1f}" y="44" class="q e">slower</text>',
     ]
     for times in (1 / 4, 1 / 2, 1, 2, 4, 8, 16):
         at, name = x(times), f"{times:g}" if times >= 1 else f"1/{1 / times:g}"
@@ -136,21 +151,39 @@ def draw(groups: list[tuple[str, list[Bar]]], theme: str) -> str:
     y = TOP
     for title, found in groups:
         y += 24
-        out.append(f'<text x="12" y="{y - 6}" class="h">{title}</text>')
+        out.append(f'<text x="{min(size.left, 12)}" y="{y - 6}" class="h">{title}</text>')
         for bar in found:
             one, end = x(1.0), x(bar.times)
             kind = "win" if bar.times >= 1 else "loss"
-            word = _times(bar.times)
-            out += [
-                f'<text x="{LEFT - 8}" y="{y + 14}" class="e">{bar.label}</text>',
-                f'<rect x="{min(one, end):.1f}" y="{y + 3}" width="{max(abs(end - one), 1.5):.1f}" '
-                f'height="{ROW - 7}" rx="2" fill="{colour[kind]}"/>',
-                f'<text x="{max(one, end) + 5:.1f}" y="{y + 14}"><tspan class="h">{word}</tspan>'
-                f'<tspan class="q" dx="6">{bar.detail}</tspan></text>',
-            ]
-            y += ROW
+            out.append(
+                f'<rect x="{min(one, end):.1f}" y="{y + size.row - size.bar - 4}" '
+                f'width="{max(abs(end - one), 1.5):.1f}" '
+                f'height="{size.bar}" rx="2" fill="{colour[kind]}"/>'
+            )
+            words = _above if form else _beside
+            out += words(bar, size, y, max(one, end))
+            y += size.row
         y += 10
     return "\n".join([*out, "</svg>", ""])
+
+
+def _beside(bar: Bar, size: Form, y: int, end: float) -> list[str]:
+    """The words of a row before and after its bar."""
+    return [
+        f'<text x="{size.left - 8}" y="{y + 14}" class="e">{bar.label}</text>',
+        f'<text x="{end + 5:.1f}" y="{y + 14}"><tspan class="h">{_times(bar.times)}</tspan>'
+        f'<tspan class="q" dx="6">{bar.detail}</tspan></text>',
+    ]
+
+
+def _above(bar: Bar, size: Form, y: int, _: float) -> list[str]:
+    """The words of a row in two lines above its bar."""
+    right = size.width - size.right
+    return [
+        f'<text x="{size.left}" y="{y + 15}">{bar.label}</text>',
+        f'<text x="{right}" y="{y + 15}" class="h e">{_times(bar.times)}</text>',
+        f'<text x="{size.left}" y="{y + 29}" class="q">{bar.detail}</text>',
+    ]
 
 
 def charts() -> dict[Path, str]:
@@ -163,7 +196,11 @@ def charts() -> dict[Path, str]:
         kind = "bfloat16" if name == "gpu" else "float32"
         shape = GPU if name == "gpu" else CPU
         groups.append((f"{machine['name']}{threads}, {kind}, {shape}", bars(results, chosen)))
-    return {IMAGES / f"overview-{theme}.svg": draw(groups, theme) for theme in COLOURS}
+    return {
+        IMAGES / f"overview{form}-{theme}.svg": draw(groups, theme, form)
+        for theme in COLOURS
+        for form in FORMS
+    }
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
 """Whether what ``make wheel`` built is right: ``python tools/check_dist.py dist [PYTHON ...]``.
 
-The source distribution must hold the files of the repository. Every wheel is installed into an
+The source distribution must hold the files of the repository, and compiled kernels, where there are
+any, every file of their manifest. Every wheel is installed into an
 empty environment, where ``import sluice`` may not warn, the README's Python runs, and so do
 ``sluice doctor`` and ``sluice --version``; with each of the interpreters given, or with this one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NAME = "sluice_gdn"
+KERNELS = "sluice_gdn_kernels"
 NOT_SHIPPED = {".gitignore"}
 """Files of the repository that only a clone needs."""
 
@@ -30,6 +34,8 @@ def main(dist: Path, pythons: list[str]) -> None:
     sdist, wheel = (dist / f"{NAME}-{version[1]}{end}" for end in (".tar.gz", "-py3-none-any.whl"))
     check_sdist(sdist)
     check_wheel(wheel)
+    for kernels in dist.glob(f"{KERNELS}-*.whl"):
+        check_kernels(kernels)
     for python in pythons:
         check_installed(sorted(dist.glob("*.whl")), version[1], python)
 
@@ -67,6 +73,24 @@ def check_wheel(path: Path) -> None:
     print(f"{path.name}: {len(kept)} files, {path.stat().st_size >> 10} KiB")
 
 
+def check_kernels(path: Path) -> None:
+    """The manifest, every file that it names, and no other."""
+    with zipfile.ZipFile(path) as archive:
+        names = {name for name in archive.namelist() if name.endswith((".cubin", ".json"))}
+        manifest = json.loads(archive.read("sluice_kernels/manifest.json"))
+        wanted = {"sluice_kernels/manifest.json"}
+        for target, told in manifest["targets"].items():
+            for key, entry in told["kernels"].items():
+                digest = entry["sha256"]
+                name = f"sluice_kernels/{target}/{digest[:32]}.cubin"
+                made = hashlib.sha256(archive.read(name)).hexdigest()
+                assert made == digest, f"{path.name}: {name} is not the code of {key}"
+                wanted.add(name)
+    assert names == wanted, f"{path.name}: {sorted(names ^ wanted)} differ"
+    told = ", ".join(f"{t} {len(x['kernels'])}" for t, x in manifest["targets"].items())
+    print(f"{path.name}: kernels for {told}, {path.stat().st_size / 1e6:.1f} MB")
+
+
 def check_installed(wheels: list[Path], version: str, python: str) -> None:
     """The wheels in an empty environment, away from the repository."""
     with tempfile.TemporaryDirectory() as folder:
@@ -81,13 +105,14 @@ def check_installed(wheels: list[Path], version: str, python: str) -> None:
         said = _run([str(bin_ / "python"), "-W", "error", "-c", "import sluice"], place)
         assert not said, said
         print("  import sluice: no warning")
-        for snippet in readme_snippets():
-            _run([str(bin_ / "python"), "-c", snippet], place)
+        _run([str(bin_ / "python"), "-c", readme_python()], place)
         print("  the README's Python: runs")
         assert _run([str(bin_ / "sluice"), "--version"], place).strip() == f"sluice {version}"
         report = _run([str(bin_ / "sluice"), "doctor"], place)
         assert f"sluice {version}" in report
         assert "reference" in report
+        if any(wheel.name.startswith(KERNELS) for wheel in wheels):
+            assert "shipped kernels: by Triton" in report, report
         print("  sluice doctor:")
         print("    " + "\n    ".join(report.splitlines()[:20]))
 
@@ -100,12 +125,12 @@ def constraints(place: Path) -> Path:
     return path
 
 
-def readme_snippets() -> list[str]:
-    """The README's Python that runs as it stands."""
+def readme_python() -> str:
+    """All Python of the README, in its order."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.findall(r"```python\n(import torch, sluice\n.*?)```", text, re.DOTALL)
-    assert found, "README.md: no snippet begins with 'import torch, sluice'"
-    return found
+    found = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert found, "README.md: no Python"
+    return "".join(found)
 
 
 def _run(command: list[str], place: Path) -> str:

@@ -2,7 +2,8 @@
 
 Pages outside docs/ are added. A link to a file of the repository leads to a copy in the site, so
 that the site needs no address of the repository; a link to a folder becomes plain text. ``help``
-comments are replaced by what the commands print.
+comments are replaced by what the commands print. The search works from disk, with a script of the
+site where the theme would fetch one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ LINK = re.compile(
     r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+://|#|mailto:)([^)\s#]*)(#[^)\s]*)?\)"
 )
 FENCE = re.compile(r"^(```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
+FOUND_FIRST = {"contract.md": 8.0, "reference/": 4.0, "kernels/": 0.5}
+"""How much a page counts in the search: what an operator promises before how it was made."""
+FETCHED = "https://unpkg.com/iframe-worker/shim"
+"""What the theme's offline search would load from elsewhere; ``WORKER`` does the same."""
+WORKER = "img/worker.js"
 HELP = re.compile(r"^<!-- help: ?(\w*) -->$", re.MULTILINE)
 
 
@@ -52,10 +58,28 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links to where things are in the site; show the help of commands."""
     parts = FENCE.split(markdown)
     here = page.file.src_uri
+    for start, weight in FOUND_FIRST.items():
+        if here.startswith(start):
+            page.meta["search"] = {"boost": weight}
     parts[::2] = [LINK.sub(lambda found: _link(here, found), part) for part in parts[::2]]
     # the theme has another word than GitHub for a picture on dark ground
     text = re.sub(r"#gh-(light|dark)-mode-only", r"#only-\1", "".join(parts))
     return HELP.sub(lambda found: _help(found[1]), text)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Load nothing from elsewhere."""
+    if FETCHED not in output:
+        raise PluginError(
+            f"{page.url}: the theme no longer loads {FETCHED}; see tools/site_hooks.py"
+        )
+    here = posixpath.dirname(page.url) or "."
+    return output.replace(FETCHED, posixpath.relpath(WORKER, here))
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for the page of an address that does not exist, whose links begin at the root."""
+    return output_content.replace(FETCHED, f"/{WORKER}")
 
 
 def _link(here: str, found: re.Match[str]) -> str:

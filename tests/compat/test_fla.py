@@ -232,7 +232,7 @@ def test_what_is_not_served_is_refused_by_name(rule):
     if name == "chunk_gated_delta_rule":
         refused.append({"chunk_indices": torch.zeros(2, 2)})
     if name == "fused_recurrent_gated_delta_rule":
-        refused.append({"gv": torch.zeros(2, 70, 4, 6)})
+        refused += [{"gv": torch.zeros(2, 70, 4, 6)}, {"gk": torch.zeros(2, 70, 4, 3)}]
     if name == "chunk_kda":
         refused += [{"max_num_seqs": 2}, {"initial_state": torch.zeros(2, 4, 8, 6).half()}]
     if "kda" in name:

@@ -90,13 +90,13 @@ def ratio(row: Row, ours: Row | None) -> str:
 
 
 def times_faster(theirs: float, ours: float) -> str:
-    """How our time compares with theirs.
+    """How our time compares with theirs; with three digits where two would be zeros.
 
-    >>> times_faster(2.1, 1.0), times_faster(1.0, 1.25)
-    ('2.10x faster', '1.25x slower')
+    >>> times_faster(2.1, 1.0), times_faster(1.0, 1.25), times_faster(1.0, 1.003)
+    ('2.10x faster', '1.25x slower', '1.003x slower')
     """
-    times = theirs / ours
-    return f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"
+    times, word = (theirs / ours, "faster") if theirs >= ours else (ours / theirs, "slower")
+    return f"{times:.{3 if times < 1.005 else 2}f}x {word}"
 
 
 def footer(results: Results) -> list[str]:

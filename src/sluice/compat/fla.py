@@ -118,6 +118,8 @@ def fused_recurrent_gated_delta_rule(
     need(gate is None or g is not None, op, "g", "the raw decay beside use_gate_in_kernel", None)
     g, beta, raw = gating.gates(op, g, beta, gate, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if gk is not None:
+        wide = [*v.shape[:3], k.shape[-1]]
+        need(list(gk.shape) == wide, op, "gk", f"shape {wide}", f"shape {list(gk.shape)}")
         if raw:  # gk is a finished log decay: activate g before adding it
             g, beta = gradients.log_decay(g, *gate), gradients.strength(beta, allow_neg_eigval)  # type: ignore[arg-type, misc]
             raw = {}

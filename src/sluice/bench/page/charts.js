@@ -221,11 +221,12 @@
     return `${ratio >= 9.95 ? ratio.toFixed(0) : ratio.toFixed(close ? 2 : 1)}×`;
   }
 
-  function grid(id, columns, lines, value, labelWidth, name) {
+  function grid(id, columns, lines, value, labelWidth, least, name) {
     const [place, width] = clear(id);
-    const cell = Math.max(72, Math.min(116, (width - labelWidth) / Math.max(1, columns.length)));
+    const cell = Math.max(least, Math.min(116, (width - labelWidth) / Math.max(1, columns.length)));
     // a heading of several words takes a line for each part of it
-    const parts = columns.map((column) => column.split(/(?<=,) /));
+    const wide = (part) => part.length * 7 > cell - 4;
+    const parts = columns.map((column) => column.split(/(?<=,) /).flatMap((part) => (wide(part) ? part.split(" ") : part)));
     const [tall, head] = [42, 26 + 14 * Math.max(1, ...parts.map((p) => p.length))];
     const [w, h] = [labelWidth + cell * columns.length, head + tall * lines.length + 4];
     const drawing = svg("svg", { viewBox: `0 0 ${w} ${h}`, height: h, role: "img", "aria-label": name });
@@ -233,7 +234,7 @@
     place.classList.add("scroll");
     let marks = 0;
     columns.forEach((column, n) => {
-      const fits = (part) => (part.length * 7 > cell - 4 ? `${part.slice(0, Math.floor(cell / 7) - 2)}…` : part);
+      const fits = (part) => (wide(part) ? `${part.slice(0, Math.floor(cell / 7) - 2)}…` : part);
       const label = svg("text", { "text-anchor": "middle" });
       parts[n].forEach((part, m) => {
         const y = head - 12 - 14 * (parts[n].length - 1 - m);
@@ -286,7 +287,7 @@
       const range = found.length > 1 ? `${speedup(low)}–${speedup(high)}` : "";
       const text = `${op} against ${column}\n${found.length} workloads, from ${speedup(low)} to ${speedup(high)}${losses}`;
       return { ratio, low, range, text };
-    }, 118, "at a glance");
+    }, 118, 72, "at a glance");
   }
 
   function heat() {
@@ -302,7 +303,7 @@
       if (!r) return null;
       const mine = ours.get(r.workload);
       return { ratio: r.median_s / mine.median_s, text: `${about(r)}\n\n${about(mine)}` };
-    }, 76, "speed-up over heads and sizes");
+    }, 76, 56, "speed-up over heads and sizes");
   }
 
   function cold() {

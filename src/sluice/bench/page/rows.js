@@ -37,6 +37,7 @@
     button.type = "button";
     button.title = "sort: up, down, as it was";
     button.append(head.textContent);
+    head.dataset.name = head.textContent;
     head.replaceChildren(button);
     button.addEventListener("click", () => {
       const again = sorting.key === key;
