@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +164,26 @@ def show(
         print(f"{'':24}{'ok  ' if kept else 'MISS'} {text}: {ratio:.2f} ({sense} {bound})")
 
 
-def launch_of(call: Run) -> Run:
-    """The bound call of the backend alone, with the tensors of a public call."""
-    with calls.check_only() as found:
-        call()
-    spec, tensors = found[0]
-    made = [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        if x is not None and x.is_meta
-        else x
-        for x in tensors
-    ]
-    launch = dispatch.choose(spec, "cpu").launch
-    return lambda: launch(made)
+def launch_of(*same: Run) -> Run:
+    """The bound call of the backend alone, with the tensors of a public call.
+
+    Of several calls with equal metadata, each launch takes the next one's tensors.
+    """
+    made, spec = [], None
+    for call in same:
+        with calls.check_only() as found:
+            call()
+        spec, tensors = found[0]
+        made.append([_made(x) for x in tensors])
+    launch, turns = dispatch.choose(spec, "cpu").launch, cycle(made)
+    return partial(launch, made[0]) if len(made) == 1 else lambda: launch(next(turns))
+
+
+def _made(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor, where a public call would make one."""
+    if x is None or not x.is_meta:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:

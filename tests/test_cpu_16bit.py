@@ -129,3 +129,23 @@ def test_a_convolution_in_pieces_has_the_bits_of_the_whole(op, dtype):
     for a, b in zip(whole, pieces, strict=True):
         assert torch.equal(bits(a), bits(b))
     assert torch.equal(last, final)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("op", ["decode", "verify", "prefill"])
+def test_a_state_is_rounded_once_per_call(op, dtype):
+    """Several tokens on a 16-bit state: those on the same state in float32, rounded at the end."""
+    T = 70 if op == "prefill" else 4
+    generator = torch.Generator().manual_seed(11)
+    q, k, v = (torch.randn(2, T, HEADS, WIDTH, generator=generator) for _ in "qkv")
+    g, beta = (torch.rand(2, T, HEADS, generator=generator) for _ in "gb")
+    short = torch.randn(2, HEADS, WIDTH, WIDTH, generator=generator).to(dtype)
+    wide = short.float()
+    for state in (short, wide):
+        found = getattr(sluice, op)(
+            q, k, v, -0.01 * g, beta, state=state, normalize_qk=True, backend="cpu"
+        )
+        if op == "verify":
+            sluice.commit(found[1], torch.full((2,), T), backend="cpu")
+    assert torch.equal(bits(short), bits(wide.to(dtype)))
+    assert not torch.equal(short.float(), wide)

@@ -23,7 +23,6 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
 from __future__ import annotations
 
 import contextlib
-import gc
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -50,6 +49,8 @@ from numba.core.typing.templates import (
     infer_global,
     signature,
 )
+
+from sluice.backends.cpu.garbage import no_search_for_garbage
 
 __all__ = [
     "DESCRIPTION",
@@ -170,15 +171,13 @@ def load(payload: bytes) -> tuple[int, object]:
 def _in_haste() -> Iterator[None]:
     """No search for garbage, of which compiling makes little, nor for loops that LLVM might turn
     into vectors: kernels say themselves what is a vector."""
-    collecting, vectorize = gc.isenabled(), config.LOOP_VECTORIZE
-    gc.disable()
+    vectorize = config.LOOP_VECTORIZE
     config.LOOP_VECTORIZE = 0
     try:
-        yield
+        with no_search_for_garbage():
+            yield
     finally:
         config.LOOP_VECTORIZE = vectorize
-        if collecting:
-            gc.enable()
 
 
 def _finalized(library: Any) -> None:
