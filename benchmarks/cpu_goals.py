@@ -118,7 +118,7 @@ def decode_sides(N: int, rotating: bool) -> dict[str, Run]:
             lambda y=narrow, d=dtype: decode_call(y, state.to(d, copy=True)), size
         )
     wide, size = state.mT.contiguous(), state_bytes(N) if rotating else math.inf
-    sides["onnxruntime"] = rotate(lambda: onnx_attention(x, wide.clone()), size)
+    sides["onnxruntime"] = onnx_attention(x, *(wide.clone() for _ in range(sets_of(size))))
     sides["transformers"] = rotate(
         lambda: stock("torch_recurrent_gated_delta_rule", x, wide.clone()), size
     )

@@ -207,19 +207,25 @@ def exact(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> tuple[
     return getattr(sluice, name)(*wide, state=state.double(), backend="reference")
 
 
-def onnx_session(node: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> Run:
-    """ONNX Runtime's kernel on given tensors, outputs written where they are bound."""
+Named = dict[str, torch.Tensor]
+
+
+def onnx_session(node: Any, *sets: tuple[Named, Named]) -> Run:
+    """ONNX Runtime's kernel on given inputs, outputs written where they are bound.
+
+    Of several sets of both, each run takes the next.
+    """
     import numpy as np
     import onnxruntime
     from onnx import TensorProto, helper
 
-    def info(named: dict[str, torch.Tensor]) -> list[Any]:
+    def info(named: Named) -> list[Any]:
         return [
             helper.make_tensor_value_info(n, TensorProto.FLOAT, list(x.shape))
             for n, x in named.items()
         ]
 
-    graph = helper.make_graph([node], "one", info(inputs), info(outputs))
+    graph = helper.make_graph([node], "one", *map(info, sets[0]))
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
@@ -227,17 +233,20 @@ def onnx_session(node: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> 
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    binding = session.io_binding()
-    for n, x in inputs.items():
-        binding.bind_input(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
-    for n, x in outputs.items():
-        binding.bind_output(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
-    alive = (inputs, outputs)
-    return lambda: (session.run_with_iobinding(binding), alive)
+    bindings = []
+    for inputs, outputs in sets:
+        binding = session.io_binding()
+        for n, x in inputs.items():
+            binding.bind_input(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
+        for n, x in outputs.items():
+            binding.bind_output(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
+        bindings.append(binding)
+    turns = cycle(bindings)
+    return lambda: (session.run_with_iobinding(next(turns)), sets)
 
 
-def onnx_attention(x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
-    """LinearAttention in place; its state is [N, HV, K, V]."""
+def onnx_attention(x: tuple[torch.Tensor, ...], *states: torch.Tensor) -> Run:
+    """LinearAttention in place; its states are [N, HV, K, V]."""
     from onnx import helper
 
     q, k, v, g, beta = x
@@ -251,8 +260,9 @@ def onnx_attention(x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
         kv_num_heads=HV,
         update_rule="gated_delta",
     )
-    inputs = {**flat, "s": state, "g": g, "b": beta}
-    return onnx_session(node, inputs, {"o": torch.empty_like(flat["v"]), "t": state})
+    o = torch.empty_like(flat["v"])
+    sets = [({**flat, "s": s, "g": g, "b": beta}, {"o": o, "t": s}) for s in states]
+    return onnx_session(node, *sets)
 
 
 def onnx_conv(
@@ -269,7 +279,7 @@ def onnx_conv(
         activation="silu",
     )
     inputs = {"x": x, "w": weight[:, None], "c": bias, "s": window}
-    return onnx_session(node, inputs, {"y": torch.empty_like(x), "t": torch.empty_like(window)})
+    return onnx_session(node, (inputs, {"y": torch.empty_like(x), "t": torch.empty_like(window)}))
 
 
 def stock(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
