@@ -16,7 +16,7 @@ from sluice.backends.cpu.jit import jit, jit_as, jit_inline
 from sluice.backends.cpu.llvm import BF16, ELEMENT_BYTES, F16, F32, LANES
 from sluice.backends.cpu.memory import address_of
 from sluice.backends.cpu.products import taps
-from sluice.backends.cpu.scratch_rows import deal_row
+from sluice.backends.cpu.scratch_rows import deal_factors
 from sluice.backends.cpu.simd import load, pointer
 from sluice.backends.cpu.tiles import (
     column,
@@ -38,7 +38,8 @@ PAIR = 2 * LANES  # channels of one pass
 
 @jit_inline
 def _put(y, at, both):
-    store_runs(y, at, 0, both, 1, 0)
+    """Store a pair of vectors; a NaN among dealt ones stays one (`deal_factors`)."""
+    store_runs(y, at, 0, both, 1, 1)
 
 
 @jit_inline
@@ -101,8 +102,8 @@ def deal_taps(p, c, count):
     """Bring taps into the order in which `convolve_rows` gets its inputs."""
     if p.io == BF16:
         for w in range(TAPS):
-            deal_row(c.weight + w * c.width, c.weight + w * c.width, count)
-        deal_row(c.bias, c.bias, count)
+            deal_factors(c.weight + w * c.width, count)
+        deal_factors(c.bias, count)
 
 
 @jit

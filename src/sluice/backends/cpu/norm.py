@@ -18,7 +18,7 @@ from sluice.backends.cpu.llvm import BF16, F16, F32, LANES
 from sluice.backends.cpu.memory import allocate, release
 from sluice.backends.cpu.params import PARAMS, constants, describe, sources_of
 from sluice.backends.cpu.scratch_rows import (
-    deal_row,
+    deal_factors,
     load_row,
     read,
     round_up,
@@ -95,7 +95,8 @@ def _gates(p, z, gates):
 
 @jit
 def _in_place(p, x, z, o, weight, gates, first, count):
-    """Rows from memory to memory, of whole pairs of vectors; bfloat16 and weight are dealt.
+    """Rows from memory to memory, of whole pairs of vectors; bfloat16 and weight are dealt, so
+    that a NaN stays one when it is rounded (`deal_factors`).
 
     The squares of the next row are added up meanwhile: a sum alone waits for its own additions.
     """
@@ -114,7 +115,7 @@ def _in_place(p, x, z, o, weight, gates, first, count):
             acc = _squares(acc, load_runs(x, after + i, 0, 1, 2))
             one = pick(by, 0) * (pick(both, 0) * factor) * pick(gate, 0)
             two = pick(by, 1) * (pick(both, 1) * factor) * pick(gate, 1)
-            store_runs(to, i, 0, pair(one, two), 1, 0)
+            store_runs(to, i, 0, pair(one, two), 1, 1)
         at = after
 
 
@@ -149,7 +150,7 @@ def norm_kernel(block):
     w = pointer(round_up(memory, 64), F32)
     load_norm_weight(p, w + 2 * n)
     if p.io == BF16 and _is_direct(p):
-        deal_row(w + 2 * n, w + 2 * n, n)
+        deal_factors(w + 2 * n, n)
     for i in tasks_of(p):
         task(p, w, i * p.unit_t, min(p.unit_t, p.N - i * p.unit_t))
     release(memory)
