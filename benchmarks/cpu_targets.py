@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +164,26 @@ def show(
         print(f"{'':24}{'ok  ' if kept else 'MISS'} {text}: {ratio:.2f} ({sense} {bound})")
 
 
-def launch_of(call: Run) -> Run:
-    """The bound call of the backend alone, with the tensors of a public call."""
-    with calls.check_only() as found:
-        call()
-    spec, tensors = found[0]
-    made = [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        if x is not None and x.is_meta
-        else x
-        for x in tensors
-    ]
-    launch = dispatch.choose(spec, "cpu").launch
-    return lambda: launch(made)
+def launch_of(*same: Run) -> Run:
+    """The bound call of the backend alone, with the tensors of a public call.
+
+    Of several calls with equal metadata, each launch takes the next one's tensors.
+    """
+    made, spec = [], None
+    for call in same:
+        with calls.check_only() as found:
+            call()
+        spec, tensors = found[0]
+        made.append([_made(x) for x in tensors])
+    launch, turns = dispatch.choose(spec, "cpu").launch, cycle(made)
+    return partial(launch, made[0]) if len(made) == 1 else lambda: launch(next(turns))
+
+
+def _made(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor, where a public call would make one."""
+    if x is None or not x.is_meta:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
@@ -200,19 +207,25 @@ def exact(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> tuple[
     return getattr(sluice, name)(*wide, state=state.double(), backend="reference")
 
 
-def onnx_session(node: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> Run:
-    """ONNX Runtime's kernel on given tensors, outputs written where they are bound."""
+Named = dict[str, torch.Tensor]
+
+
+def onnx_session(node: Any, *sets: tuple[Named, Named]) -> Run:
+    """ONNX Runtime's kernel on given inputs, outputs written where they are bound.
+
+    Of several sets of both, each run takes the next.
+    """
     import numpy as np
     import onnxruntime
     from onnx import TensorProto, helper
 
-    def info(named: dict[str, torch.Tensor]) -> list[Any]:
+    def info(named: Named) -> list[Any]:
         return [
             helper.make_tensor_value_info(n, TensorProto.FLOAT, list(x.shape))
             for n, x in named.items()
         ]
 
-    graph = helper.make_graph([node], "one", info(inputs), info(outputs))
+    graph = helper.make_graph([node], "one", *map(info, sets[0]))
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
@@ -220,17 +233,20 @@ def onnx_session(node: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> 
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    binding = session.io_binding()
-    for n, x in inputs.items():
-        binding.bind_input(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
-    for n, x in outputs.items():
-        binding.bind_output(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
-    alive = (inputs, outputs)
-    return lambda: (session.run_with_iobinding(binding), alive)
+    bindings = []
+    for inputs, outputs in sets:
+        binding = session.io_binding()
+        for n, x in inputs.items():
+            binding.bind_input(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
+        for n, x in outputs.items():
+            binding.bind_output(n, "cpu", 0, np.float32, tuple(x.shape), x.data_ptr())
+        bindings.append(binding)
+    turns = cycle(bindings)
+    return lambda: (session.run_with_iobinding(next(turns)), sets)
 
 
-def onnx_attention(x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
-    """LinearAttention in place; its state is [N, HV, K, V]."""
+def onnx_attention(x: tuple[torch.Tensor, ...], *states: torch.Tensor) -> Run:
+    """LinearAttention in place; its states are [N, HV, K, V]."""
     from onnx import helper
 
     q, k, v, g, beta = x
@@ -244,8 +260,9 @@ def onnx_attention(x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:
         kv_num_heads=HV,
         update_rule="gated_delta",
     )
-    inputs = {**flat, "s": state, "g": g, "b": beta}
-    return onnx_session(node, inputs, {"o": torch.empty_like(flat["v"]), "t": state})
+    o = torch.empty_like(flat["v"])
+    sets = [({**flat, "s": s, "g": g, "b": beta}, {"o": o, "t": s}) for s in states]
+    return onnx_session(node, *sets)
 
 
 def onnx_conv(
@@ -262,7 +279,7 @@ def onnx_conv(
         activation="silu",
     )
     inputs = {"x": x, "w": weight[:, None], "c": bias, "s": window}
-    return onnx_session(node, inputs, {"y": torch.empty_like(x), "t": torch.empty_like(window)})
+    return onnx_session(node, (inputs, {"y": torch.empty_like(x), "t": torch.empty_like(window)}))
 
 
 def stock(name: str, x: tuple[torch.Tensor, ...], state: torch.Tensor) -> Run:

@@ -129,3 +129,44 @@ def test_a_convolution_in_pieces_has_the_bits_of_the_whole(op, dtype):
     for a, b in zip(whole, pieces, strict=True):
         assert torch.equal(bits(a), bits(b))
     assert torch.equal(last, final)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("op", ["decode", "verify", "prefill"])
+def test_a_state_is_rounded_once_per_call(op, dtype):
+    """Several tokens on a 16-bit state: those on the same state in float32, rounded at the end."""
+    T = 70 if op == "prefill" else 4
+    generator = torch.Generator().manual_seed(11)
+    q, k, v = (torch.randn(2, T, HEADS, WIDTH, generator=generator) for _ in "qkv")
+    g, beta = (torch.rand(2, T, HEADS, generator=generator) for _ in "gb")
+    short = torch.randn(2, HEADS, WIDTH, WIDTH, generator=generator).to(dtype)
+    wide = short.float()
+    for state in (short, wide):
+        found = getattr(sluice, op)(
+            q, k, v, -0.01 * g, beta, state=state, normalize_qk=True, backend="cpu"
+        )
+        if op == "verify":
+            sluice.commit(found[1], torch.full((2,), T), backend="cpu")
+    assert torch.equal(bits(short), bits(wide.to(dtype)))
+    assert not torch.equal(short.float(), wide)
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
+@pytest.mark.parametrize("op", ["causal_conv1d", "rms_norm_gated"])
+def test_every_nan_of_a_float32_weight_stays_one_in_bfloat16(op, pattern):
+    """A NaN whose bits are all ones, rounded like a number, would be zero."""
+    fault = torch.tensor([pattern], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    x, channels = torch.randn(1, 40, 4, 128).bfloat16(), (0, 1, 17, 127)
+    if op == "causal_conv1d":
+        weight = torch.randn(512, 4)
+        weight[channels, 2] = fault
+        found = sluice.causal_conv1d(x.flatten(2), weight, backend="cpu", activation="silu")
+        found = (found[0] if isinstance(found, tuple) else found)[..., :128]
+        assert found[:, 3:, channels].isnan().all()
+    else:
+        weight = torch.rand(128)
+        weight[list(channels)] = fault
+        found = sluice.rms_norm_gated(x, x, weight, backend="cpu")
+        assert found[..., channels].isnan().all()
+    rest = [i for i in range(128) if i not in channels]
+    assert found[..., rest].isfinite().all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import subprocess
 import sys
 import warnings
@@ -13,6 +16,7 @@ import torch
 pytest.importorskip("numba")
 
 from sluice.backends.cpu import kernel_cache, numba_private
+from sluice.backends.cpu.garbage import no_search_for_garbage
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.memory import write_int
 from sluice.backends.cpu.struct_view import struct_view
@@ -90,6 +94,55 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(folder, compiled):
     assert compiled == ["answer", "answer"]
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_folder_without_room_or_permission_costs_one_warning(folder, compiled, code, monkeypatch):
+    """Permissions themselves do not serve here: they do not bind every user that runs tests."""
+
+    def refuse(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    folder.mkdir()
+    monkeypatch.setattr(kernel_cache.tempfile, "mkstemp", refuse)
+    with pytest.warns(RuntimeWarning, match=os.strerror(code)) as caught:
+        assert run() == run() == 42
+    assert len(caught) == 1
+    assert compiled == ["answer", "answer"]
+
+
+def test_a_write_that_fails_half_way_leaves_nothing_behind(folder, compiled, monkeypatch):
+    def refuse(path, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        assert run() == 42
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_can_only_be_read_serves_what_it_holds(folder, compiled, monkeypatch):
+    assert run() == 42
+
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(kernel_cache.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run() == 42
+    assert compiled == ["answer"]
+
+
+def test_a_file_that_cannot_be_read_is_compiled_anew(folder, compiled):
+    assert run() == 42
+    path = only_file(folder)
+    path.unlink()
+    path.mkdir()  # reading it fails for every user
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        assert run() == 42
+    assert compiled == ["answer", "answer"]
+
+
 def test_a_file_made_from_something_else_is_not_loaded(folder):
     kernel_cache.keep([folder], "some", "one version", b"code")
     assert kernel_cache.find([folder], "some", "one version") == b"code"
@@ -140,3 +193,17 @@ def test_one_wrong_byte_on_disk_does_not_end_the_process(tmp_path):
     assert third.returncode == 0, third.stderr
     assert third.stdout == first.stdout
     assert "damaged" not in third.stderr
+
+
+def test_the_search_for_garbage_goes_on_as_before():
+    """It rests while Numba is imported and kernels are compiled."""
+    assert gc.isenabled()
+    with no_search_for_garbage():
+        assert not gc.isenabled()
+        with no_search_for_garbage():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="on the way"), no_search_for_garbage():
+        raise ValueError("on the way")
+    assert gc.isenabled()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import sluice
 from sluice import calls, torch_private
@@ -268,3 +272,64 @@ def test_sixteen_threads_all_have_a_task_of_one_sequence_with_16_heads():
     assert share_heads(decode)(16)["tasks"] == 16
     assert share_units(conv, blocks_of(conv.D))(16)["tasks"] == 16
     assert share_vectors(16)(16) == {"tasks": 16, "unit_t": 1}
+
+
+NO_MORE_THREADS = """
+import os, time, torch, sluice
+from sluice.testing import cases
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def seconds_of_idling():
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.25)
+    return time.process_time() - before
+
+torch.set_num_threads(2)
+x = torch.randn(512, 512)
+for _ in range(3):
+    x.mul(2).sum()
+mine = threads()
+for op in cases.OPS:
+    case, dtype = next(iter(cases.pairs(op)))
+    case.run(sluice, case.inputs(dtype, "cpu"), backend="cpu")
+idling = seconds_of_idling()
+print(mine, threads(), idling)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux does")
+def test_calls_start_no_threads_beside_torchs_and_leave_none_spinning():
+    """torch's own spin for a few milliseconds after a call, and then sleep."""
+    command = [sys.executable, "-c", NO_MORE_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, after, idling = done.stdout.split()
+    assert before == after
+    assert float(idling) < 0.05
+
+
+class Steps(torch.utils.data.Dataset):
+    """Outputs of decode steps, each made where a loader asks for it."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        x, v = (torch.randn(1, 1, n, 32, generator=generator) for n in (2, 4))
+        state, g = torch.randn(1, 4, 32, 32, generator=generator), -torch.ones(1, 1, 4)
+        return sluice.decode(x, x, v, g, g.exp(), state=state, backend="cpu")[0]
+
+
+def test_workers_of_a_loader_compute_the_same_bits(two_threads):
+    """They are forks of a process whose threads have run already."""
+    steps = Steps()
+    expected = [steps[i] for i in range(len(steps))]
+    loader = DataLoader(
+        steps, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
+    for found, want in zip(loader, expected, strict=True):
+        assert torch.equal(found, want)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sluice.backends import Launch, module_of
+from sluice.backends.cpu.garbage import no_search_for_garbage
 from sluice.contract.spec import Spec
 
 Progress = Callable[[str, int, int], None]
@@ -42,7 +43,8 @@ FOR_ONE_TOKEN = {"decode": "decode_one", "step": "step_one"}
 
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernel."""
-    launch: Launch = module_of(__name__, OPS, spec.op).bind(spec)
+    with no_search_for_garbage():
+        launch: Launch = module_of(__name__, OPS, spec.op).bind(spec)
     return launch
 
 
@@ -67,7 +69,8 @@ def refuse(spec: Spec) -> str | None:
 def _unusable() -> str | None:
     """Why this version of Numba does not serve; None if it does."""
     try:
-        from sluice.backends.cpu import numba_private
+        with no_search_for_garbage():
+            from sluice.backends.cpu import numba_private
     except Exception as error:  # a broken install raises anything
         return f"cannot use numba: {error!r}"
     missing = numba_private.missing()

@@ -26,7 +26,7 @@ from sluice.backends.cpu.jit import jit
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.launch import with_zeros
-from sluice.backends.cpu.llvm import ELEMENT_BYTES, F16, F32, LANES
+from sluice.backends.cpu.llvm import BF16, ELEMENT_BYTES, F16, F32, LANES
 from sluice.backends.cpu.memory import address_of, release
 from sluice.backends.cpu.operands import L2_EPS
 from sluice.backends.cpu.params import PARAMS
@@ -93,6 +93,9 @@ def _store_heads(p, c, section, batch, token, head, heads, tokens):
                 factor = 1.0 / math.sqrt(sum_squares(row, n) + L2_EPS)
                 if p.io == F32 and n == width:
                     scale_row(pointer(address, F32) + at, row, n, factor)
+                    continue
+                if p.io == BF16 and n == width:
+                    scale_row(pointer(address, BF16) + at, row, n, factor)
                     continue
                 scale_row(row, row, n, factor)
             store_row(address, p.io, at, row, width)

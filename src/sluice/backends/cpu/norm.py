@@ -18,7 +18,7 @@ from sluice.backends.cpu.llvm import BF16, F16, F32, LANES
 from sluice.backends.cpu.memory import allocate, release
 from sluice.backends.cpu.params import PARAMS, constants, describe, sources_of
 from sluice.backends.cpu.scratch_rows import (
-    deal_row,
+    deal_factors,
     load_row,
     read,
     round_up,
@@ -27,7 +27,15 @@ from sluice.backends.cpu.scratch_rows import (
 )
 from sluice.backends.cpu.simd import fma, load, pointer, put, splat, store
 from sluice.backends.cpu.threads import tasks_of
-from sluice.backends.cpu.tiles import load_rows, load_runs, pair, pick, store_runs, total
+from sluice.backends.cpu.tiles import (
+    load_rows,
+    load_runs,
+    pair,
+    pick,
+    store_rows,
+    store_runs,
+    total,
+)
 from sluice.backends.cpu.vmath import vsigmoid, vsilu
 from sluice.contract.meta import Meta
 from sluice.contract.spec import NormSpec
@@ -73,8 +81,22 @@ def _squares(acc, both):
 
 
 @jit
-def _in_place(p, x, z, o, weight, first, count):
-    """Rows from memory to memory, of whole pairs of vectors; bfloat16 and weight are dealt.
+def _gates(p, z, gates):
+    """act(z) of one row, to scratch memory: a loop of its own, whose constants are in registers."""
+    if p.sigmoid:
+        for i in range(0, p.V, PAIR):
+            both = load_runs(z, i, 0, 1, 2)
+            store_rows(gates, i, LANES, pair(vsigmoid(pick(both, 0)), vsigmoid(pick(both, 1))))
+    else:
+        for i in range(0, p.V, PAIR):
+            both = load_runs(z, i, 0, 1, 2)
+            store_rows(gates, i, LANES, pair(vsilu(pick(both, 0)), vsilu(pick(both, 1))))
+
+
+@jit
+def _in_place(p, x, z, o, weight, gates, first, count):
+    """Rows from memory to memory, of whole pairs of vectors; bfloat16 and weight are dealt, so
+    that a NaN stays one when it is rounded (`deal_factors`).
 
     The squares of the next row are added up meanwhile: a sum alone waits for its own additions.
     """
@@ -84,15 +106,16 @@ def _in_place(p, x, z, o, weight, first, count):
     for row in range(first, first + count):
         factor = 1.0 / math.sqrt(total(acc) / p.V + p.eps)
         acc = splat(0.0)
-        now, to = z + _at(row, p.z_b, p.z_t, p.z_h, p), o + _at(row, p.o_b, p.o_t, p.o_h, p)
+        _gates(p, z + _at(row, p.z_b, p.z_t, p.z_h, p), gates)
+        to = o + _at(row, p.o_b, p.o_t, p.o_h, p)
         after = _at(min(row + 1, first + count - 1), p.q_b, p.q_t, p.q_h, p)
         for i in range(0, p.V, PAIR):
-            both, gates = load_runs(x, at + i, 0, 1, 2), load_runs(now, i, 0, 1, 2)
+            both, gate = load_runs(x, at + i, 0, 1, 2), load_rows(gates, i, LANES, 2)
             by = load_rows(weight, i, LANES, 2)
             acc = _squares(acc, load_runs(x, after + i, 0, 1, 2))
-            one = pick(by, 0) * (pick(both, 0) * factor) * _gate(pick(gates, 0), p.sigmoid)
-            two = pick(by, 1) * (pick(both, 1) * factor) * _gate(pick(gates, 1), p.sigmoid)
-            store_runs(to, i, 0, pair(one, two), 1, 0)
+            one = pick(by, 0) * (pick(both, 0) * factor) * pick(gate, 0)
+            two = pick(by, 1) * (pick(both, 1) * factor) * pick(gate, 1)
+            store_runs(to, i, 0, pair(one, two), 1, 1)
         at = after
 
 
@@ -108,10 +131,10 @@ def task(p, w, first, count):
     x, z, weight = w, w + n, w + 2 * n
     if _is_direct(p) and p.io == F32:
         values, gates = pointer(p.q, F32), pointer(p.z, F32)
-        _in_place(p, values, gates, pointer(p.o, F32), weight, first, count)
+        _in_place(p, values, gates, pointer(p.o, F32), weight, z, first, count)
     elif _is_direct(p):
         halves, half_gates = pointer(p.q, BF16), pointer(p.z, BF16)
-        _in_place(p, halves, half_gates, pointer(p.o, BF16), weight, first, count)
+        _in_place(p, halves, half_gates, pointer(p.o, BF16), weight, z, first, count)
     else:
         for row in range(first, first + count):
             load_row(x, p.q, p.io, _at(row, p.q_b, p.q_t, p.q_h, p), p.V)
@@ -127,7 +150,7 @@ def norm_kernel(block):
     w = pointer(round_up(memory, 64), F32)
     load_norm_weight(p, w + 2 * n)
     if p.io == BF16 and _is_direct(p):
-        deal_row(w + 2 * n, w + 2 * n, n)
+        deal_factors(w + 2 * n, n)
     for i in tasks_of(p):
         task(p, w, i * p.unit_t, min(p.unit_t, p.N - i * p.unit_t))
     release(memory)

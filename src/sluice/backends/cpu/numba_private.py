@@ -9,6 +9,7 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
   methods of code libraries (``missing``) the backend refuses every call and says why.
 - ``_as_modules``: functions that kernels call are kept as unoptimised LLVM modules. Without one of
   the methods it replaces, kernels compile as they are, only slower.
+- ``event.broadcast``: rests while kernels are compiled. Without it, listeners are told.
 - ``OPTIONS``: ``_nrt`` leaves out the counting of references. Without it, loading fails.
 - ``PIPELINE``: of Numba's passes, those that these kernels need. Without one of them, all run.
 - ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
@@ -23,8 +24,8 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from numba.core import (
     compiler,
     compiler_machinery,
     config,
+    event,
     registry,
     sigutils,
     typed_passes,
@@ -50,6 +52,8 @@ from numba.core.typing.templates import (
     infer_global,
     signature,
 )
+
+from sluice.backends.cpu.garbage import no_search_for_garbage
 
 __all__ = [
     "DESCRIPTION",
@@ -172,16 +176,19 @@ def load(payload: bytes) -> tuple[int, object]:
 @contextlib.contextmanager
 def _in_haste() -> Iterator[None]:
     """No search for garbage, of which compiling makes little, nor for loops that LLVM might turn
-    into vectors: kernels say themselves what is a vector."""
-    collecting, vectorize = gc.isenabled(), config.LOOP_VECTORIZE
-    gc.disable()
+    into vectors: kernels say themselves what is a vector. Nor does Numba tell its listeners of
+    every lock that it takes, a tenth of a million times for all kernels."""
+    vectorize, tell = config.LOOP_VECTORIZE, getattr(event, "broadcast", None)
     config.LOOP_VECTORIZE = 0
+    if tell is not None:
+        event.broadcast = lambda happened: None
     try:
-        yield
+        with no_search_for_garbage():
+            yield
     finally:
         config.LOOP_VECTORIZE = vectorize
-        if collecting:
-            gc.enable()
+        if tell is not None:
+            event.broadcast = tell
 
 
 def _finalized(library: Any) -> None:
@@ -192,6 +199,7 @@ def _finalized(library: Any) -> None:
 REPLACED: tuple[tuple[str, str, Callable[..., None]], ...] = (
     ("JITCodeLibrary", "_optimize_final_module", lambda library: None),
     ("JITCodeLibrary", "_finalize_final_module", _finalized),
+    ("JITCodeLibrary", "get_pointer_to_function", lambda library, name: 0),
     ("JITCPUCodegen", "set_env", lambda self, name, env: None),
 )
 """Methods of classes in ``numba.core.codegen``, and what stands in for them."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from sluice.backends.cpu.jit import jit, jit_inline
 from sluice.backends.cpu.llvm import BF16, F16, F32, F64, LANES
 from sluice.backends.cpu.memory import read_int
-from sluice.backends.cpu.simd import fma, get, load, pointer, put, splat, store
+from sluice.backends.cpu.simd import fma, get, load, plain_nan, pointer, put, splat, store
 from sluice.backends.cpu.tiles import (
     dealt,
     gathered,
     load_rows,
+    pick,
     prefetch,
     store_rows,
     total,
@@ -130,6 +131,19 @@ def deal_row(dst, src, n):
     """src[0 : n] to dst, every two vectors dealt (tiles.py), n a multiple of 2 * LANES."""
     for i in range(0, n, 2 * LANES):
         store_rows(dst, i, LANES, dealt(load_rows(src, i, LANES, 2)))
+
+
+@jit
+def deal_factors(row, n):
+    """Deal a row of float32 factors for bfloat16 numbers in place, every NaN made the usual one.
+
+    bfloat16 numbers have no lower 16 bits. So no NaN among sums and products with such factors has
+    any, and each stays a NaN when it is rounded like a number.
+    """
+    for i in range(0, n, 2 * LANES):
+        both = dealt(load_rows(row, i, LANES, 2))
+        store(row, i, plain_nan(pick(both, 0)))
+        store(row, i + LANES, plain_nan(pick(both, 1)))
 
 
 @jit

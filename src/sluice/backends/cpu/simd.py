@@ -253,6 +253,17 @@ def keep_nan(typingctx, value, x):
 
 
 @intrinsic
+def plain_nan(typingctx, x):
+    """x, with the usual NaN in place of every other: its lower 16 bits are zeros."""
+
+    def codegen(context, builder, sig, args):
+        usual = constant(args[0].type, float("nan"))
+        return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), usual, args[0])
+
+    return x(x), codegen
+
+
+@intrinsic
 def all_finite(typingctx, x):
     """Whether no lane is infinite or a NaN."""
 

@@ -1,0 +1,24 @@
+"""A pause of Python's search for garbage.
+
+torch leaves some hundred thousand objects in a process. Importing Numba and compiling make so many
+more that Python looks through all of them, for a tenth of a second each time, and finds next to
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def no_search_for_garbage() -> Iterator[None]:
+    """In this scope Python does not look for garbage; afterwards as it did before."""
+    searching = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if searching:
+            gc.enable()
