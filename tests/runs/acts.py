@@ -251,13 +251,13 @@ def ready(w: World, b: Batch, *, fused: bool, **options: Any) -> Ready:
         q, k, v = y.double().split((p.Hk * p.K, p.Hk * p.K, p.Hv * p.V), -1)
         q, k = (exact.normalised(x.unflatten(-1, (p.Hk, p.K))) for x in (q, k))
         return Ready(calls, (q, k, v.unflatten(-1, (p.Hv, p.V)), *want[3:]), stream)
-    found = []
     want = (*map(exact.normalised, want[:2]), *want[2:])
-    for name, x in zip(("q", "k", "v", "g", "beta"), want, strict=True):
-        got = b.back([c[name] for c in calls], f"conv_qkv: {name}")
-        w.near(got, x, w.limit(FLOAT32) if name in ("g", "beta") else tolerance, f"conv_qkv {name}")
-        found.append(got.double())
-    return Ready(calls, tuple(found), stream)
+    names = ("q", "k", "v", "g", "beta")
+    found = tuple(b.back([c[n] for c in calls], f"conv_qkv: {n}").double() for n in names)
+    for part, most in ((slice(0, 3), tolerance), (slice(3, 5), w.limit(FLOAT32))):
+        got, x = (torch.cat([y.flatten(2) for y in z[part]], 2) for z in (found, want))
+        w.near(got, x, most, f"conv_qkv: {' '.join(names[part])}")
+    return Ready(calls, found, stream)
 
 
 def exact_front(w: World, b: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -291,6 +291,17 @@ def advance(w: World, b: Batch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, lis
     S = torch.stack([m.S for m in b.members], 1).flatten(0, 1)
     o, states = exact.recurrence(S, *inputs)
     return o, [s.unflatten(0, (LAYERS, b.N)) for s in states]
+
+
+def natural(states: list[Tensor], q: Tensor) -> Tensor:
+    """The usual size of each row's outputs, ‖S‖ ‖q‖ / K over all tokens and heads: [R].
+
+    An output is S^T q K^-1/2; for a direction at random it has 1/√K of the length of S and q.
+    """
+    R, T, Hk, K = q.shape
+    sizes = torch.stack([s.flatten(0, 1).square().sum((2, 3)) for s in states[1:]], 1)  # [R, T, Hv]
+    lengths = q.square().sum(3).repeat_interleave(sizes.shape[2] // Hk, 2)
+    return (sizes * lengths).sum((1, 2)).sqrt() / K
 
 
 def picked(states: list[Tensor], rows: list[tuple[int, int]]) -> Tensor:
@@ -347,7 +358,8 @@ def make(w: World, a: Action) -> Batch | None:
         return None
     made = batch(w.plan, w.plan.seed * 100_003 + a.number, members, counts, a.args["alike"])
     made.packed = a.args["packed"] or min(counts) < made.T
-    made.pads = a.args["pads"]
+    size = sum(counts) if made.packed else len(members)
+    made.pads = -size % (a.args["graph"] * (4 if made.packed else 1))
     return made
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ def decode(w: World, a: Action) -> bool:
         want = (*map(acts.exact.normalised, want[:2]), *want[2:])
         o, states = acts.advance(w, b, want)
         got = b.back(y, "step").unflatten(-1, (w.plan.Hv, w.plan.V))
-        w.near(got, acts.exact_norm(w, b, o), w.limit(w.plan.dtype), "step")
+        _same_layer(w, b, got, o, lambda: acts.natural(states, want[0]))
         _written(w, a, states, stream, targets, FLOAT32)
         made = y
     else:
@@ -69,6 +71,20 @@ def decode(w: World, a: Action) -> bool:
     return True
 
 
+def _same_layer(
+    w: World, b: Batch, got: Tensor, o: Tensor, natural: Callable[[], Tensor]
+) -> None:
+    """Outputs of ``step``: compared before the norm, which makes small heads as large as others."""
+    before = (o.square().mean(-1, keepdim=True) + acts.EPS).sqrt()
+    factor = acts.exact_norm(w, b, o) * before
+
+    def size() -> Tensor:
+        gate = (factor.flatten(1).norm(dim=1) / o.flatten(1).norm(dim=1)).nan_to_num(1.0)
+        return natural() * gate
+
+    w.near(got * before, factor, w.limit(w.plan.dtype), "step", size)
+
+
 def _finish(
     w: World,
     a: Action,
@@ -80,7 +96,8 @@ def _finish(
 ) -> None:
     o, states = acts.advance(w, b, inputs)
     got = b.back(made, a.kind)
-    w.near(got, o, w.limit(w.plan.dtype), f"{a.kind}: o")
+    size = functools.partial(acts.natural, states, inputs[0])
+    w.near(got, o, w.limit(w.plan.dtype), f"{a.kind}: o", size)
     if a.args.get("norm"):
         acts.norm(w, b, made, got.double(), "rms_norm_gated")
     dtype = w.plan.dtype if a.kind == "prefill" else FLOAT32

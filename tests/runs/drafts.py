@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def verify(w: World, a: Action) -> bool:
     calls = [c | more for c, more in zip(ready.calls, options, strict=True)]
     made = acts.recurrence(w, w.layers, b, "verify", calls, **shared)
     o, states = acts.advance(w, b, ready.inputs)
-    w.near(b.back([x for x, _ in made], "verify"), o, w.limit(w.plan.dtype), "verify: o")
+    got, size = b.back([x for x, _ in made], "verify"), partial(acts.natural, states, ready.inputs[0])
+    w.near(got, o, w.limit(w.plan.dtype), "verify: o", size)
 
     def again(pools: Pools, counts: list[int]) -> None:
         """Decode the first tokens of each row, one row after the other."""

@@ -10,19 +10,19 @@ from tests.runs.acts import Action
 from tests.runs.world import World
 
 KINDS = {
-    "admit": 8,
+    "admit": 10,
     "claim": 1,
-    "prefill": 14,
-    "decode": 34,
-    "verify": 14,
-    "commit": 14,
-    "reject": 2,
+    "prefill": 9,
+    "decode": 30,
+    "verify": 9,
+    "commit": 4,
+    "reject": 1,
     "stale": 3,
-    "fork": 4,
-    "snapshot": 4,
-    "restore": 4,
-    "free": 7,
-    "mistake": 4,
+    "fork": 6,
+    "snapshot": 6,
+    "restore": 6,
+    "free": 10,
+    "mistake": 6,
 }
 MISTAKES = (
     "free twice", "use after free", "too many", "count", "restore", "slot twice", "row of another",
@@ -36,6 +36,8 @@ def draw(w: World, dice: random.Random, number: int) -> Action:
     live = list(w.live)
     while True:
         kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
+        if w.pending and dice.random() < 0.25:
+            kind = "commit"
         if kind in ("prefill", "decode", "verify", "fork", "snapshot", "free") and not live:
             kind = "admit"
         if kind == "free" and len(live) < 3 and dice.random() < 0.7:
@@ -66,8 +68,8 @@ def _tokens(dice: random.Random) -> dict[str, Any]:
     return {
         "alike": dice.random() < 0.2,
         "fused": dice.random() < 0.7,
-        "twin": dice.random() < 0.15,
-        "norm": dice.random() < 0.2,
+        "twin": dice.random() < 0.08,
+        "norm": dice.random() < 0.1,
     }
 
 
@@ -84,7 +86,7 @@ def _prefill(w: World, dice: random.Random, number: int, live: list[str]) -> Act
         {
             **_tokens(dice),
             "packed": packed,
-            "pads": dice.choice((0, 0, 1, 3)),
+            "graph": dice.choice((1, 4, 4, 8)),
             "invariant": dice.random() < 0.5,
             "where": dice.choice(("own",) * 5 + ("child", "positions", "every", "nowhere")),
             "every": dice.choice((3, 5, 8)),
@@ -94,7 +96,7 @@ def _prefill(w: World, dice: random.Random, number: int, live: list[str]) -> Act
 
 def _decode(w: World, dice: random.Random, number: int, live: list[str]) -> Action:
     names = some(dice, live, len(live))
-    T = 1 if dice.random() < 0.65 else dice.randint(2, 8)
+    T = 1 if dice.random() < 0.75 else dice.choice((2, 3, 5, 8))
     packed = dice.random() < 0.15
     counts = [dice.randint(0, T) for _ in names] if packed else [T] * len(names)
     return Action(
@@ -106,7 +108,7 @@ def _decode(w: World, dice: random.Random, number: int, live: list[str]) -> Acti
             **_tokens(dice),
             "whole": dice.random() < 0.4,
             "packed": packed,
-            "pads": dice.choice((0, 0, 1, 3)),
+            "graph": dice.choice((1, 4, 4, 8)),
             "where": dice.choice(("own",) * 8 + ("child", "each", "nowhere")),
         },
     )
@@ -114,9 +116,9 @@ def _decode(w: World, dice: random.Random, number: int, live: list[str]) -> Acti
 
 def _verify(w: World, dice: random.Random, number: int, live: list[str]) -> Action:
     names = some(dice, live, 4)
-    T, packed = dice.randint(1, 8), dice.random() < 0.3
+    T, packed = dice.choice((1, 3, 4, 8)), dice.random() < 0.2
     counts = [dice.randint(0, T) for _ in names] if packed else [T] * len(names)
-    args = {"packed": packed, "pads": dice.choice((0, 1, 2)), "buffered": dice.random() < 0.4}
+    args = {"packed": packed, "graph": dice.choice((1, 4, 4)), "buffered": dice.random() < 0.4}
     return Action(number, "verify", names, tuple(counts), {**_tokens(dice), **args})
 
 

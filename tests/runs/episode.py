@@ -16,7 +16,7 @@ from tests.runs.draw import draw
 from tests.runs.plan import plan
 from tests.runs.world import World
 
-STEPS = 500
+STEPS = 1000
 """Steps of an episode."""
 Counts = collections.Counter[str]
 
