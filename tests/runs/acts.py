@@ -358,6 +358,7 @@ def make(w: World, a: Action) -> Batch | None:
         return None
     made = batch(w.plan, w.plan.seed * 100_003 + a.number, members, counts, a.args["alike"])
     made.packed = a.args["packed"] or min(counts) < made.T
+    made.hard = a.args["hard"]
     size = sum(counts) if made.packed else len(members)
     made.pads = -size % (a.args["graph"] * (4 if made.packed else 1))
     return made

@@ -67,6 +67,7 @@ def _claim(w: World, dice: random.Random, number: int, live: list[str]) -> Actio
 def _tokens(dice: random.Random) -> dict[str, Any]:
     return {
         "alike": dice.random() < 0.2,
+        "hard": dice.random() < 0.1,
         "fused": dice.random() < 0.7,
         "twin": dice.random() < 0.08,
         "norm": dice.random() < 0.1,

@@ -246,6 +246,7 @@ class Batch:
     packed: bool = False
     pads: int = 0  # rows of padding behind the batch; of packed tokens: a tail behind the last
     device: str = "cpu"
+    hard: bool = False  # NaN in the gates of padding, too: values are then looked at in Python
     cache: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -260,7 +261,7 @@ class Batch:
         """One tensor a layer, as an operator gets it, with NaN wherever nothing may be read."""
         if name not in self.cache:
             x = getattr(self, name)
-            nan = float("nan")
+            nan = float("nan") if self.hard or name in "xz" else 0.0
             if self.packed:
                 x = x[:, self.mask]
                 tail = x.new_full((LAYERS, self.pads, *x.shape[2:]), nan)

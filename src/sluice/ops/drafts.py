@@ -181,7 +181,7 @@ def commit(
     >>> _ = sluice.commit(draft, torch.tensor([1]), write_slots=torch.tensor([2]))  # a prefix
     >>> _ = sluice.commit(draft, torch.tensor([3]))  # then the row itself
     """
-    if not isinstance(draft, Draft):
+    if not isinstance(draft, Draft) or not isinstance(draft.buffered, bool):
         raise ContractError("commit", "draft", "a Draft from verify", type(draft).__name__)
     kept = [draft.k, draft.d, draft.g, draft.state, draft.conv_inputs, draft.conv_state]
     bounds: tuple[Tensor | None, Tensor | None] = (draft.cu_seqlens, draft.cu_seqlens_cpu)
@@ -196,6 +196,8 @@ def commit(
     ]  # fmt: skip
     options = (draft.pad_slot, draft.state_layout)
     mark = draft.mark
+    if mark is not None and not isinstance(mark, Mark):
+        raise ContractError("commit", "draft.mark", "verify's own", type(mark).__name__)
     if mark is None:
         calls.call(COMMIT, tensors, options, None, backend)
     else:
