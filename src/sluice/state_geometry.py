@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sluice.contract import arguments
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.contract.meta import overlaps
 from sluice.layers.qwen import QwenShape, from_config, preset
@@ -78,11 +79,14 @@ class PoolGeometry:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name.endswith("dtype"):
-                if value not in _DTYPES.values():
+                if not isinstance(value, torch.dtype) or value not in _DTYPES.values():
                     expected = f"one of {', '.join(map(str, _DTYPES.values()))}"
-                    raise ContractError("PoolGeometry", f.name, expected, repr(value))
-            elif f.name != "tag" and (not isinstance(value, int) or value < 1):
-                raise ContractError("PoolGeometry", f.name, "an int of at least 1", value)
+                    got = arguments.shown(value)
+                    raise ContractError("PoolGeometry", f.name, expected, got)
+            elif f.name == "tag":
+                arguments.instance("PoolGeometry", "tag", value, str, "a string")
+            else:
+                arguments.integer("PoolGeometry", f.name, value, 1)
 
     @classmethod
     def for_model(
@@ -104,9 +108,8 @@ class PoolGeometry:
         """
         shape = _shape(model).shard(tp)
         least = shape.conv_width - 1
-        if conv_columns is not None and conv_columns < least:
-            expected = f"at least W - 1 = {least} of {shape.name}"
-            raise ContractError("PoolGeometry", "conv_columns", expected, conv_columns)
+        if conv_columns is not None:
+            arguments.integer("PoolGeometry", "conv_columns", conv_columns, least)  # W - 1
         return cls(
             layers=shape.linear_layers,
             num_v_heads=shape.num_v_heads,
@@ -205,6 +208,11 @@ class StateSnapshot:
     recurrent: torch.Tensor
 
     def __post_init__(self) -> None:
+        kind = "a PoolGeometry"
+        arguments.instance("StateSnapshot", "geometry", self.geometry, PoolGeometry, kind)
+        for name in ("conv", "recurrent"):
+            given = getattr(self, name)
+            arguments.instance("StateSnapshot", name, given, torch.Tensor, "a tensor")
         g, n = self.geometry, self.conv.shape[1] if self.conv.dim() > 1 else 0
         for name, tensor, tail, dtype in (
             ("conv", self.conv, g.conv_shape, g.conv_dtype),
@@ -239,6 +247,7 @@ class StateSnapshot:
         :class:`MissingDependencyError` without safetensors, and :class:`PoolError` where ``path``
         is a directory, or in none that exists.
         """
+        arguments.path("save", path)
         path = Path(path)
         if path.is_dir() or not path.parent.is_dir():
             got = f"the directory {path}" if path.is_dir() else f"{path}"
@@ -262,6 +271,7 @@ class StateSnapshot:
         Raises :class:`PoolError` for a file that is not a snapshot, has another version,
         contradicts itself or is damaged, and :class:`MissingDependencyError` without safetensors.
         """
+        arguments.path("load", path)
         safetensors = _safetensors()
         if Path(path).is_dir():
             raise PoolError(f"load: {path}: expected a state snapshot, got a directory")

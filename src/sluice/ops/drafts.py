@@ -181,8 +181,10 @@ def commit(
     >>> _ = sluice.commit(draft, torch.tensor([1]), write_slots=torch.tensor([2]))  # a prefix
     >>> _ = sluice.commit(draft, torch.tensor([3]))  # then the row itself
     """
-    if not isinstance(draft, Draft) or not isinstance(draft.buffered, bool):
+    if not isinstance(draft, Draft):
         raise ContractError("commit", "draft", "a Draft from verify", type(draft).__name__)
+    if not isinstance(draft.state, Tensor) or not isinstance(draft.buffered, bool):
+        raise ContractError("commit", "draft", "a Draft as verify made it", "another state")
     kept = [draft.k, draft.d, draft.g, draft.state, draft.conv_inputs, draft.conv_state]
     bounds: tuple[Tensor | None, Tensor | None] = (draft.cu_seqlens, draft.cu_seqlens_cpu)
     if draft.buffered:  # by slot: one layer of many
@@ -296,7 +298,9 @@ def _verify_canonical(t: Any, options: tuple[Any, ...], layout: str) -> Canonica
 
 
 def _as_given(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
-    """A draft is canonical: ``verify`` made it so."""
+    """A draft is canonical: ``verify`` made it so. Its state is never made anew."""
+    if t.state is None:
+        raise ContractError("commit", "state", "a tensor", "NoneType")
     return Canonical(t)
 
 
