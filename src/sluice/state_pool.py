@@ -209,9 +209,9 @@ class StatePool:
             parts = [(conv, recurrent)]
         else:
             for given, name in ((conv, "conv"), (recurrent, "recurrent")):
-                several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+                several = isinstance(given, (Sequence, torch.Tensor)) and len(given) > 0
                 if not several or not all(isinstance(x, torch.Tensor) for x in given):
-                    expected = "a tensor, or one for each layer, as conv and recurrent alike"
+                    expected = "a tensor, or one for each layer"
                     raise ContractError("from_tensors", name, expected, arguments.shown(given))
             if len(conv) != len(recurrent) or not len(conv):
                 expected = f"as many layers as conv, {len(conv)}, and at least one"
