@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sluice import dispatch, open_drafts, torch_private
+from sluice.contract import require
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.contract.meta import Meta, apart
 from sluice.contract.spec import Spec
@@ -161,6 +162,7 @@ def run(
         bound = _bind(op.name, form, options, metas, backend)
     except (AttributeError, TypeError):  # not a tensor, or an option without a hash
         _tensors_only(op, tensors)
+        dispatch.known(backend)
         _describe(op, tuple(map(meta_of, tensors)), options, form)  # names what is wrong
         raise
     for i, shape, strides, dtype, device, zeros, like, kin in bound.outputs:
@@ -174,9 +176,13 @@ def run(
     choice = bound.choice
     if choice.special or validating():
         choice = choice.ready(tensors, validating())
-    if bound.buffers is not None and not choice.watches:
-        bound.buffers({i: tensors[i].data_ptr() for i in bound.buffers.places})  # type: ignore[union-attr]
-    choice.launch(tensors)
+    try:
+        if bound.buffers is not None and not choice.watches:
+            bound.buffers({i: tensors[i].data_ptr() for i in bound.buffers.places})  # type: ignore[union-attr]
+        choice.launch(tensors)
+    except RuntimeError:
+        _dense_only(op, tensors)
+        raise
     if open_drafts.opened:
         open_drafts.note(bound.spec, tensors)
     return tensors
@@ -252,6 +258,7 @@ def _describe(
     op: Operator, given: tuple[Meta | None, ...], options: tuple[Any, ...], form: Any
 ) -> tuple[Any, tuple[Output, ...]]:
     """The checked spec, and the tensors to make."""
+    require.options(op.name, op.spec.FIELDS, dict(zip(op.spec.OPTIONS, options, strict=True)))
     canonical = Canonical(given)
     if form != CANONICAL:
         canonical = op.canonical(op.spec.Tensors(*given), options, form)
@@ -298,6 +305,14 @@ def _tensors_only(op: Operator, tensors: Sequence[object]) -> None:
             raise ContractError(op.name, dict(op.arguments).get(name, name), "a tensor", _kind(x))
 
 
+def _dense_only(op: Operator, tensors: Sequence[Tensor | None]) -> None:
+    """Name a tensor that has no memory of the usual kind: it has strides, but no address."""
+    for name, x in zip(op.spec.TENSORS, tensors, strict=True):
+        if x is not None and x.layout != torch.strided:
+            argument = dict(op.arguments).get(name, name)
+            raise ContractError(op.name, argument, "a dense tensor", str(x.layout)[6:])
+
+
 def _kind(x: object) -> str:
     return type(x).__name__
 
@@ -338,7 +353,7 @@ def wants_gradient(*inputs: Tensor | None) -> bool:
     """Whether autograd would follow a call with these inputs."""
     if torch.is_grad_enabled():
         for x in inputs:
-            if x is not None and x.requires_grad:
+            if isinstance(x, Tensor) and x.requires_grad:
                 return not (torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export())
     return False  # nor for a graph of ONNX: nobody can ask it for a gradient
 

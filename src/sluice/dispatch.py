@@ -70,7 +70,7 @@ def use_backend(name: BackendName | None) -> Iterator[None]:
     >>> with sluice.use_backend("reference"):
     ...     y = sluice.rms_norm_gated(x, x, torch.ones(4))
     """
-    _known(name)
+    known(name)
     token = _forced.set(name)
     try:
         yield
@@ -188,7 +188,7 @@ def explain(
     said of the backends after the one that serves.
     """
     backend = _forced.get() if backend is None else backend
-    _known(backend)
+    known(backend)
     chosen, refusals = None, []
     for name in ORDER:
         if briefly and chosen is not None:
@@ -343,6 +343,6 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"sluice.backends.{name}")
 
 
-def _known(name: str | None) -> None:
-    if name is not None and name not in ORDER:
+def known(name: str | None) -> None:
+    if name is not None and not (isinstance(name, str) and name in ORDER):
         raise BackendError(f"backend: expected one of {list(ORDER)}, got {name!r}")

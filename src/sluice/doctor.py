@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from sluice import calls, dispatch, ops
+from sluice.contract import arguments
+from sluice.contract.errors import ContractError
 from sluice.contract.names import BackendName, OperatorName
 from sluice.contract.spec import Spec
 from sluice.layers.qwen import PRESETS, QwenShape
@@ -50,8 +52,8 @@ def explain(
     ...
     """
     known = {*calls.OPERATORS, "commit_layers"}
-    if op not in known:
-        raise ValueError(f"op: expected one of {sorted(known)}, got {op!r}")
+    if not isinstance(op, str) or op not in known:
+        raise ContractError("explain", "op", f"one of {sorted(known)}", arguments.shown(op))
     with calls.check_only() as found:
         getattr(ops, op)(*args, **kwargs)
     spec, tensors = found[0]
@@ -101,7 +103,7 @@ def specs(
 def _device(device: str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    return arguments.device("doctor", device)
 
 
 def _machine() -> Iterator[str]:

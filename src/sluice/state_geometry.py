@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from sluice import state_files
+from sluice.contract import arguments
 from sluice.contract.errors import ContractError
 from sluice.contract.meta import overlaps
 from sluice.layers.qwen import QwenShape, from_config, preset
@@ -70,11 +71,14 @@ class PoolGeometry:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name.endswith("dtype"):
-                if value not in _DTYPES.values():
+                if not isinstance(value, torch.dtype) or value not in _DTYPES.values():
                     expected = f"one of {', '.join(map(str, _DTYPES.values()))}"
-                    raise ContractError("PoolGeometry", f.name, expected, repr(value))
-            elif f.name != "tag" and (not isinstance(value, int) or value < 1):
-                raise ContractError("PoolGeometry", f.name, "an int of at least 1", value)
+                    got = arguments.shown(value)
+                    raise ContractError("PoolGeometry", f.name, expected, got)
+            elif f.name == "tag":
+                arguments.instance("PoolGeometry", "tag", value, str, "a string")
+            else:
+                arguments.integer("PoolGeometry", f.name, value, 1)
 
     @classmethod
     def for_model(
@@ -96,9 +100,8 @@ class PoolGeometry:
         """
         shape = _shape(model).shard(tp)
         least = shape.conv_width - 1
-        if conv_columns is not None and conv_columns < least:
-            expected = f"at least W - 1 = {least} of {shape.name}"
-            raise ContractError("PoolGeometry", "conv_columns", expected, conv_columns)
+        if conv_columns is not None:
+            arguments.integer("PoolGeometry", "conv_columns", conv_columns, least)  # W - 1
         return cls(
             layers=shape.linear_layers,
             num_v_heads=shape.num_v_heads,
@@ -199,6 +202,11 @@ class StateSnapshot:
     recurrent: torch.Tensor
 
     def __post_init__(self) -> None:
+        kind = "a PoolGeometry"
+        arguments.instance("StateSnapshot", "geometry", self.geometry, PoolGeometry, kind)
+        for name in ("conv", "recurrent"):
+            given = getattr(self, name)
+            arguments.instance("StateSnapshot", name, given, torch.Tensor, "a tensor")
         g, n = self.geometry, self.conv.shape[1] if self.conv.dim() > 1 else 0
         for name, tensor, tail, dtype in (
             ("conv", self.conv, g.conv_shape, g.conv_dtype),
@@ -230,6 +238,7 @@ class StateSnapshot:
         safetensors, and :class:`PoolError` where ``path`` is a directory, or in none that exists,
         or cannot be written.
         """
+        arguments.path("save", path)
         tensors = {"conv": self.conv, "recurrent": self.recurrent}
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
         about = {"format": _FORMAT, "version": _VERSION, "geometry": self.geometry.to_json()}
@@ -244,6 +253,7 @@ class StateSnapshot:
         Raises :class:`PoolError` for a file that is not a snapshot, has another version,
         contradicts itself or is damaged, and :class:`MissingDependencyError` without safetensors.
         """
+        arguments.path("load", path)
         with state_files.reading(path) as file:
             geometry, _ = _header(path, file)
             tensors = {name: state_files.copied(file, name) for name in ("conv", "recurrent")}

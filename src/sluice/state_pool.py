@@ -15,14 +15,16 @@ import contextlib
 import heapq
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
+from sluice.contract import arguments
 from sluice.contract.errors import ContractError
 from sluice.contract.names import ConvOrder, StateLayout
+from sluice.contract.require import FLOATS
 from sluice.ops.drafts import DraftBuffers
 from sluice.state_files import MissingDependencyError, PoolError
 from sluice.state_geometry import (
@@ -128,7 +130,9 @@ class StatePool:
         device: torch.device | str = "cpu",
         reserve_slot_0: bool = False,
     ) -> None:
+        arguments.instance("StatePool", "geometry", geometry, PoolGeometry, "a PoolGeometry")
         _check_options(slots, state_layout, conv_order, reserve_slot_0)
+        device = arguments.device("StatePool", device)
         conv_tail, state_tail = list(geometry.conv_shape), list(geometry.state_shape)
         if conv_order == "ld":
             conv_tail.reverse()
@@ -204,6 +208,11 @@ class StatePool:
         if isinstance(conv, torch.Tensor) and isinstance(recurrent, torch.Tensor):
             parts = [(conv, recurrent)]
         else:
+            for given, name in ((conv, "conv"), (recurrent, "recurrent")):
+                several = isinstance(given, (Sequence, torch.Tensor)) and len(given) > 0
+                if not several or not all(isinstance(x, torch.Tensor) for x in given):
+                    expected = "a tensor, or one for each layer"
+                    raise ContractError("from_tensors", name, expected, arguments.shown(given))
             if len(conv) != len(recurrent) or not len(conv):
                 expected = f"as many layers as conv, {len(conv)}, and at least one"
                 raise ContractError("from_tensors", "recurrent", expected, len(recurrent))
@@ -257,8 +266,10 @@ class StatePool:
         ``index`` counts linear layers (``QwenShape.linear_index`` translates a model's layer
         number). The recurrent view is ``[slots, Hv, K, V]`` in a ``"kv"`` pool.
         """
-        if not 0 <= index < len(self._layers):
-            raise ContractError("layer", "index", f"0..{len(self._layers) - 1}", index)
+        plain = isinstance(index, int) and not isinstance(index, bool)
+        if not plain or not 0 <= index < len(self._layers):
+            got = arguments.shown(index)
+            raise ContractError("layer", "index", f"0..{len(self._layers) - 1}", got)
         return self._layers[index]
 
     @property
@@ -360,11 +371,12 @@ class StatePool:
         ``pad_to`` appends padded rows (``pool.pad_slot``) up to that length. Raises
         :class:`UseAfterFreeError` when a slot is not allocated now.
         """
+        if dtype not in (torch.int64, torch.int32):
+            raise ContractError("indices", "dtype", "torch.int64 or int32", arguments.shown(dtype))
         with self._lock:
             rows = self._owned("indices", slots)
         if pad_to is not None:
-            if pad_to < len(rows):
-                raise ContractError("indices", "pad_to", f"at least {len(rows)} (slots)", pad_to)
+            arguments.integer("indices", "pad_to", pad_to, len(rows))
             rows += [self.pad_slot] * (pad_to - len(rows))
         return torch.tensor(rows, dtype=dtype, device=self.device)
 
@@ -375,10 +387,11 @@ class StatePool:
 
         Raises :class:`PoolExhaustedError` or :class:`UseAfterFreeError`, having taken none.
         """
-        if copies < 1:
-            raise ContractError("fork", "copies", "at least 1", copies)
+        arguments.integer("fork", "copies", copies, 1)
         with self._lock:
-            parents = [row for row in self._owned("fork", slots) for _ in range(copies)]
+            owned = self._owned("fork", slots)
+            self._require_free("fork", len(owned) * copies)
+            parents = [row for row in owned for _ in range(copies)]
             with self._taking("fork", len(parents)) as new:
                 for parent, child in zip(parents, new, strict=True):
                     for tensor in self._tensors:
@@ -396,7 +409,8 @@ class StatePool:
         >>> saved.recurrent.shape, len(again)
         (torch.Size([3, 2, 2, 128, 128]), 2)
         """
-        g, device = self.geometry, self.device if device is None else device
+        g = self.geometry
+        device = self.device if device is None else arguments.device("snapshot", device)
         with self._lock:
             rows = self._owned("snapshot", slots)
             lead = (g.layers, len(rows))
@@ -461,8 +475,10 @@ class StatePool:
         """
         g = self.geometry
         for value, name in ((tokens, "tokens"), (self.slots if rows is None else rows, "rows")):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ContractError("draft_buffers", name, "an int of at least 1", repr(value))
+            arguments.integer("draft_buffers", name, value, 1)
+        if dtype is not None and dtype not in FLOATS:
+            expected = f"one of {', '.join(map(str, FLOATS))}"
+            raise ContractError("draft_buffers", "dtype", expected, arguments.shown(dtype))
         wide = torch.promote_types(g.state_dtype, torch.float32)
         lead = (g.layers, self.slots if rows is None else rows, tokens)
 
@@ -528,8 +544,7 @@ class StatePool:
     @contextlib.contextmanager
     def _taking(self, op: str, n: int) -> Iterator[list[Slot]]:
         """The ``n`` lowest free slots; they are freed again if the body raises."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ContractError(op, "n", "an int of at least 0", repr(n))
+        arguments.integer(op, "n", n, 0)
         self._require_free(op, n)
         new = [self._own(heapq.heappop(self._free)) for _ in range(n)]
         try:
@@ -540,13 +555,16 @@ class StatePool:
 
     def _rows(self, op: str, slots: Slots) -> list[int]:
         """``slots`` as ints: in range, no slot twice, none from another pool."""
-        if isinstance(slots, torch.Tensor):
+        if isinstance(slots, torch.Tensor) and not slots.is_meta:
             slots = slots.reshape(-1).tolist()
+        if isinstance(slots, torch.Tensor) or not isinstance(slots, (int, Iterable)):
+            raise ContractError(op, "slots", "ints, or a tensor of ints", arguments.shown(slots))
         rows = [slots] if isinstance(slots, int) else list(slots)
         first, last = self.pad_slot + 1, self.slots - 1
         for row in rows:
             if isinstance(row, bool) or not isinstance(row, int) or not first <= row <= last:
-                raise ContractError(op, "slots", f"ints in {first}..{last}", repr(row))
+                got = arguments.shown(row)
+                raise ContractError(op, "slots", f"ints in {first}..{last}", got)
             if isinstance(row, Slot) and row.pool != self._serial:
                 raise ContractError(op, "slots", "slots of this pool", f"{row} of another pool")
         if len(set(rows)) < len(rows):
@@ -570,12 +588,14 @@ class StatePool:
 
 
 def _check_options(slots: int, state_layout: str, conv_order: str, reserve_slot_0: bool) -> None:
-    if not isinstance(slots, int) or slots < 1 + reserve_slot_0:
-        raise ContractError("StatePool", "slots", f"at least {1 + reserve_slot_0}", slots)
-    if state_layout not in ("vk", "kv"):
-        raise ContractError("StatePool", "state_layout", "'vk' or 'kv'", repr(state_layout))
-    if conv_order not in ("dl", "ld"):
-        raise ContractError("StatePool", "conv_order", "'dl' or 'ld'", repr(conv_order))
+    arguments.instance("StatePool", "reserve_slot_0", reserve_slot_0, bool, "True or False")
+    arguments.integer("StatePool", "slots", slots, 1 + reserve_slot_0)
+    if not isinstance(state_layout, str) or state_layout not in ("vk", "kv"):
+        got = arguments.shown(state_layout)
+        raise ContractError("StatePool", "state_layout", "'vk' or 'kv'", got)
+    if not isinstance(conv_order, str) or conv_order not in ("dl", "ld"):
+        got = arguments.shown(conv_order)
+        raise ContractError("StatePool", "conv_order", "'dl' or 'ld'", got)
 
 
 def _require_count(slots: int, sequences: int) -> None:

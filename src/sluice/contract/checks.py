@@ -66,10 +66,12 @@ def commit(spec: CommitSpec) -> None:
         drafts.stacked(require, spec)
         return
     require(spec.draft_slots is None, "draft_slots", "buffers beside it", "a draft by row")
+    drafts.by_row(require, spec)
     B, T, _, K = spec.draft_k.shape
     HV, V = spec.draft_d.shape[2:]
     N = shared.sequences(require, spec, B)
     require.tensor(spec.num_accepted, "num_accepted", (N,), INTEGERS, "[N]")
+    require.choice(spec.state_layout, "state_layout", ("vk", "kv"))
     tail = (V, K) if spec.state_layout == "vk" else (K, V)
     shared.state(require, spec, (HV, *tail), N, spec.draft_k.dtype)
     shared.addressing(require, spec, N)

@@ -36,6 +36,25 @@ def buffers(require: Require, spec: VerifySpec) -> None:
         require(spec.T <= M, "buffers.k", f"room for {spec.T} tokens of a row", f"{M} tokens")
 
 
+def by_row(require: Require, spec: CommitSpec) -> None:
+    """Check a draft as ``verify`` makes it without buffers: nobody else should have changed it."""
+    k, d, g = spec.draft_k, spec.draft_d, spec.draft_g
+    wide = (torch.float64,) if k.dtype == torch.float64 else (torch.float32,)
+    require.tensor(k, "draft.k", (None,) * 4, wide, "[B, T, HK, K]")
+    B, T, HK, K = k.shape
+    require.tensor(d, "draft.d", (B, T, None, None), wide, "[B, T, HV, V]")
+    HV = d.shape[2]
+    require(HK > 0 and HV % HK == 0, "draft.d", f"heads a multiple of k's {HK}", f"{HV} heads")
+    if g is not None:
+        ok = tuple(g.shape) in ((B, T, HV), (B, T, HV, K))
+        expected = f"shape {[B, T, HV]} (per head) or {[B, T, HV, K]} (per key)"
+        require(ok, "draft.g", expected, f"shape {list(g.shape)}")
+        require.tensor(g, "draft.g", tuple(g.shape), wide)
+    for x, name in ((k, "draft.k"), (d, "draft.d"), (g, "draft.g")):
+        if x is not None:
+            require(x.is_dense(), name, "contiguous", f"strides {list(x.strides)}")
+
+
 def stacked(require: Require, spec: CommitSpec) -> None:
     """Check a commit of drafts in buffers, of one layer or of many."""
     k, d, g, x = spec.draft_k, spec.draft_d, spec.draft_g, spec.conv_inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,21 +51,50 @@ class Require:
         self(ok, argument, "a last dimension of stride 1", f"strides {list(x.strides)}")
 
     def choice(self, value: object, argument: str, choices: tuple[object, ...]) -> None:
-        self(value in choices, argument, f"one of {list(choices)}", repr(value))
+        """Require one of the choices, and its type: a tensor or 0.0 is no choice."""
+        ok = any(isinstance(value, type(c)) and value == c for c in choices)
+        self(ok, argument, f"one of {list(choices)}", _shown(value))
 
     def number(self, value: object, argument: str, least: float = -math.inf) -> None:
         """Require a finite number: a tensor is none, since reading it may wait for a device."""
         expected = "a finite number" + (f" >= {least:g}" if math.isfinite(least) else "")
         ok = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
         if not ok or not math.isfinite(value) or value < least:  # type: ignore[arg-type, operator]
-            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            self(False, argument, expected, got)
+            self(False, argument, expected, _shown(value))
 
     def out(self, x: Meta, argument: str, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
         """Require an output buffer whose elements do not share memory with each other."""
         self.tensor(x, argument, shape, (dtype,))
         overlaps = any(n > 1 and s == 0 for n, s in zip(x.shape, x.strides, strict=True))
         self(not overlaps, argument, "a buffer without overlap", f"strides {list(x.strides)}")
+
+
+def options(op: str, kinds: Mapping[str, str], values: Mapping[str, object]) -> None:
+    """Require each option to be what its field in the spec says: ``kinds``, as it is written there.
+
+    Values are looked at by the operator's own check, which comes later.
+    """
+    for name, value in values.items():
+        expected, types = _KINDS[kinds[name].removesuffix(" | None")]
+        if value is None and kinds[name].endswith("None"):
+            continue
+        flag = isinstance(value, bool)
+        ok = isinstance(value, types) and (not flag or bool in types)
+        if not ok or (bool in types and not flag and value not in (0, 1)):
+            argument = name.replace("checkpoint_", "checkpoints.")
+            raise ContractError(op, argument, expected, _shown(value))
+
+
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "bool": ("True or False", (bool, int, torch.SymBool)),
+    "int": ("an int", (int, torch.SymInt)),
+    "float": ("a finite number", (int, float, torch.SymInt, torch.SymFloat)),
+    "str": ("a string", (str,)),
+}
+
+
+def _shown(value: object) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def sequences(require: Require, spec: Any, B: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sluice import ops, torch_private
+from sluice.contract import arguments
 from sluice.contract.errors import ContractError
 from sluice.contract.names import StateLayout
 from sluice.contract.spec import MAX_DECODE_TOKENS
@@ -66,6 +67,9 @@ class GatedDeltaNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        arguments.instance("GatedDeltaNet", "shape", shape, QwenShape, "a QwenShape")
+        if dtype is not None:
+            arguments.instance("GatedDeltaNet", "dtype", dtype, torch.dtype, "a torch.dtype")
         self.shape = shape
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         D, HV = shape.conv_channels, shape.num_v_heads
@@ -495,6 +499,9 @@ def _with_states(shape: QwenShape, x: Tensor, rows: Rows) -> Rows:
 
 def _check(shape: QwenShape, x: Tensor, rows: Rows, mask: Tensor | None) -> None:
     """Check what the operators do not: hidden states, the pair of states, the mask."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
+        got = f"{x.dtype}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise _refusal("hidden_states", "a dense tensor of floats", got)
     if x.dim() not in (2, 3) or x.shape[-1] != shape.hidden:
         sizes = f"[B, T, {shape.hidden}], or packed or one token a row [.., {shape.hidden}]"
         raise _refusal("hidden_states", f"shape {sizes}", f"shape {list(x.shape)}")

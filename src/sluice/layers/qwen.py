@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sluice.contract import arguments
 from sluice.contract.errors import ContractError
 from sluice.contract.names import GateActivation, Order
 
@@ -132,7 +133,8 @@ class QwenShape:
         >>> preset("qwen3.5-397b-a17b").shard(16).num_k_heads
         1
         """
-        if tp < 1 or self.num_k_heads % tp or self.num_v_heads % tp:
+        arguments.integer("shard", "tp", tp, 1)
+        if self.num_k_heads % tp or self.num_v_heads % tp:
             heads = f"{self.num_k_heads} key heads and {self.num_v_heads} value heads"
             raise ContractError("shard", "tp", f"a divisor of {heads} of {self.name}", tp)
         return replace(

@@ -40,6 +40,8 @@ def parts(op: str, c: Checkpoints | None) -> tuple[Tensor | None, Tensor | None,
         return None, None, 0
     if not isinstance(c, Checkpoints):
         raise ContractError(op, "checkpoints", "sluice.Checkpoints(slots, ...)", type(c).__name__)
+    if isinstance(c.every, bool) or not isinstance(c.every, int):
+        raise ContractError(op, "checkpoints.every", "an int", repr(c.every))
     if (c.every > 0) == (c.positions is not None):
         got = f"every={c.every}, positions={'None' if c.positions is None else 'a tensor'}"
         raise ContractError(op, "checkpoints", "either every >= 1 or positions", got)

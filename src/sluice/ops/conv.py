@@ -172,8 +172,9 @@ def conv_qkv(
     if state is None:
         _needs_state("conv_qkv", slots, write_slots, has_state, checkpoints, freeze, window_start)
     buffers = (None,) * 5 if out is None else out
-    if len(buffers) != 5:
-        raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", f"{len(buffers)} buffers")
+    if not isinstance(buffers, (tuple, list)) or len(buffers) != 5:
+        got = f"{len(buffers)} buffers" if isinstance(buffers, (tuple, list)) else type(out).__name__
+        raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", got)
     tensors = [
         x, weight, bias, state, slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu, kept,
         positions, window_start, a, b, A_log, dt_bias, *buffers,
@@ -298,9 +299,13 @@ def _qkv_canonical(t: Any, options: tuple[Any, ...], form: Any) -> Canonical:
 
 def _head_dims(D: int, HK: int, HV: int, K: int | None, V: int | None) -> tuple[int, int]:
     """K and V; where one is not given it follows from D, and both are equal if neither is."""
-    for value, name in ((HK, "num_k_heads"), (HV, "num_v_heads")):
-        if value < 1:
-            raise ContractError("conv_qkv", name, "at least 1", value)
+    sizes = ((HK, "num_k_heads"), (HV, "num_v_heads"), (K, "head_k_dim"), (V, "head_v_dim"))
+    for value, name in sizes:
+        if value is None and name.startswith("head"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 1:
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ContractError("conv_qkv", name, "an int of at least 1", got)
     channels = f"2·{HK}·{K or 'K'} + {HV}·{V or 'V'} channels [Q | K | V]"
     if K is None and V is None:
         K = V = D // (2 * HK + HV)

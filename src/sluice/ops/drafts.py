@@ -183,6 +183,8 @@ def commit(
     """
     if not isinstance(draft, Draft):
         raise ContractError("commit", "draft", "a Draft from verify", type(draft).__name__)
+    if not isinstance(draft.state, Tensor) or not isinstance(draft.buffered, bool):
+        raise ContractError("commit", "draft", "a Draft as verify made it", "another state")
     kept = [draft.k, draft.d, draft.g, draft.state, draft.conv_inputs, draft.conv_state]
     bounds: tuple[Tensor | None, Tensor | None] = (draft.cu_seqlens, draft.cu_seqlens_cpu)
     if draft.buffered:  # by slot: one layer of many
@@ -196,6 +198,8 @@ def commit(
     ]  # fmt: skip
     options = (draft.pad_slot, draft.state_layout)
     mark = draft.mark
+    if mark is not None and not isinstance(mark, Mark):
+        raise ContractError("commit", "draft.mark", "verify's own", type(mark).__name__)
     if mark is None:
         calls.call(COMMIT, tensors, options, None, backend)
     else:
@@ -294,7 +298,9 @@ def _verify_canonical(t: Any, options: tuple[Any, ...], layout: str) -> Canonica
 
 
 def _as_given(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
-    """A draft is canonical: ``verify`` made it so."""
+    """A draft is canonical: ``verify`` made it so. Its state is never made anew."""
+    if t.state is None:
+        raise ContractError("commit", "state", "a tensor", "NoneType")
     return Canonical(t)
 
 

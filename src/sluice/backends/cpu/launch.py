@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -80,18 +81,28 @@ def bind(kernel: Kernel, spec: Any, share: Share, check: Check) -> Launch:
         values |= describe(field, one_layer(spec, name, meta))
         sources[field] = index
 
-    def ask(tensors: Sequence[Tensor | None]) -> None:
-        check(spec, spec.views(tensors))
-
+    ask = _asking(check, spec)
     if share(1)["tasks"] <= 0:
         return ask
     checked_first = getattr(spec, "checkpoint_slots", None) is not None
     if checked_first:
         values["trusted"] = 1
-    launch = bind_fields(kernel, PARAMS, values, sources, share, ask)
+    dense = {spec.TENSORS[i]: meta.new_empty(*meta.shape) for i, meta in copied.items()}
+    launch = bind_fields(
+        kernel, PARAMS, values, sources, share, _asking(check, replace(spec, **dense))
+    )
     if copied:
         launch = with_copies(launch, copied)
     return _in_turn(ask, launch) if checked_first else launch
+
+
+def _asking(check: Check, spec: Any) -> Launch:
+    """The check of a call that looks like ``spec``."""
+
+    def ask(tensors: Sequence[Tensor | None]) -> None:
+        check(spec, spec.views(tensors))
+
+    return ask
 
 
 def bind_fields(

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

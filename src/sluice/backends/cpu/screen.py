@@ -139,7 +139,7 @@ def _states_fit(p):
 @jit
 def _slots_fit(p):
     """Slots lie in the pool, and none that is written is used by another row."""
-    if p.P == 0 or p.slots == 0 and p.write == 0:  # noqa: RUF021
+    if p.slots == 0 and p.write == 0:
         return True
     if p.N * max(p.states, 1) > MOST_ROWS:
         return False

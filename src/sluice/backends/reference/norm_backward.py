@@ -20,7 +20,7 @@ def rms_norm_gated_backward(p: Any, t: Any) -> None:
     """Serve the backward of ``rms_norm_gated``."""
     dtype = rows.compute_dtype(p.dtype)
     x, z, dy, weight = (y.to(dtype) for y in (t.x, t.z, t.dy, t.weight))
-    rho = torch.rsqrt(x.square().mean(-1, keepdim=True) + p.eps)
+    rho = torch.rsqrt(x.square().mean(-1, keepdim=True) + float(p.eps))
     ready, gate = rho * x, sigmoid(z)
     act, slope = gate, gate * (1 - gate)
     if p.activation == "silu":

@@ -43,7 +43,7 @@ def step(p: StepSpec, t: Any) -> None:
     o = torch.empty_like(v)
     S, _ = recur(Tokens(q * p.q_scale, k, v, g, beta), S, o)
     weight = t.norm_weight.to(dtype)
-    out = gated_norm(o, z.unflatten(-1, (p.HV, p.V)), weight, p.eps, p.gate_activation)
+    out = gated_norm(o, z.unflatten(-1, (p.HV, p.V)), weight, float(p.eps), p.gate_activation)
     dead = rows.padded(p, t).view(-1, 1, 1)
     t.out.copy_(torch.where(dead, out.new_zeros(()), out.flatten(-2)))
     rows.write_rows(t.state, p, t, S.transpose(-1, -2) if p.state_layout == "vk" else S)

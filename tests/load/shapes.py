@@ -1,0 +1,109 @@
+"""Calls whose metadata keeps changing: the cache of bindings below, at and beyond its bound.
+
+Work is always the same, so that times can be compared: only the strides of the inputs differ, and
+each stride is a binding of its own. ``mixed`` has other sizes too, and compares with float64.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sluice
+from sluice import calls
+from sluice.testing import compare, oracle
+from tests.load.measure import Memory
+
+N, H, K = 8, 4, 32
+ROOM = 1 << 22
+
+
+class Views:
+    """The same call through views of other strides: ``call(i)``, for any i."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        gen = torch.Generator().manual_seed(0)
+        self.store = torch.randn(ROOM, generator=gen).to(device)
+        self.state = torch.zeros(N, H, K, K, device=device)
+        self.gates = -torch.rand(N, 1, H, generator=gen).to(device)
+        self.weight = torch.ones(K, device=device)
+
+    def view(self, i: int, at: int) -> Tensor:
+        step = H * K + 4 * (i % 4096)
+        return self.store.as_strided((N, 1, H, K), (step, step, K, 1), at * 1024 + 4 * (i // 4096))
+
+    def decode(self, i: int) -> Any:
+        q, k, v = (self.view(i, n) for n in range(3))
+        # one of three strides changes with i // 4096, so that i has no end
+        v = self.store.as_strided((N, 1, H, K), (H * K + 4 * (i // 4096), H * K, K, 1))
+        return sluice.decode(q, k, v, self.gates, normalize_qk=True, state=self.state)
+
+    def norm(self, i: int) -> Any:
+        z = self.store.as_strided((N, 1, H, K), (H * K + 4 * (i // 4096), H * K, K, 1))
+        return sluice.rms_norm_gated(self.view(i, 0), z, self.weight)
+
+
+def timed(call: Callable[[int], Any], order: list[int], device: str) -> list[float]:
+    """Seconds of each call; on a GPU those of the host."""
+    found = []
+    for i in order:
+        begun = time.perf_counter()
+        call(i)
+        found.append(time.perf_counter() - begun)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return found
+
+
+def changing(count: int, shapes: int, device: str = "cpu") -> tuple[dict[str, list[float]], Memory]:
+    """``count`` calls of two operators with so many shapes, after each was seen once."""
+    views, dice, memory = Views(device), random.Random(1), Memory(device)
+    calls.forget()
+    each = shapes // 2
+    operators = {"decode": views.decode, "rms_norm_gated": views.norm}
+    for call in operators.values():
+        timed(call, list(range(each)) * 2, device)
+    found: dict[str, list[float]] = {name: [] for name in operators}
+    memory.sample()
+    for _ in range(20):
+        for name, call in operators.items():
+            order = [dice.randrange(each) for _ in range(count // 40)]
+            found[name] += timed(call, order, device)
+        memory.sample()
+    return found, memory
+
+
+def cliff(sizes: tuple[int, ...], count: int, device: str = "cpu") -> dict[int, tuple[float, float]]:
+    """For each number of shapes: the mean time of a call, and how many were bound anew."""
+    found = {}
+    for size in sizes:
+        views, dice = Views(device), random.Random(size)
+        calls.forget()
+        timed(views.norm, list(range(size)), device)
+        before = calls._bind.cache_info()
+        times = timed(views.norm, [dice.randrange(size) for _ in range(count)], device)
+        after = calls._bind.cache_info()
+        found[size] = (sum(times) / count, (after.misses - before.misses) / count)
+    return found
+
+
+def mixed(count: int, device: str = "cpu") -> None:
+    """Other sizes with every call, within the contract's error of float64."""
+    dice = random.Random(2)
+    gen = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        n, t, h, k, v = (dice.randint(1, most) for most in (5, 8, 3, 24, 24))
+        q, key = torch.randn(n, t, h, k, generator=gen), torch.randn(n, t, h, k, generator=gen)
+        value = torch.randn(n, t, h, v, generator=gen)
+        state = torch.randn(n, h, v, k, generator=gen)
+        want, after = oracle.delta(q, key, value, state=state, normalize_qk=True)
+        given = [x.to(device) for x in (q, key, value, state)]
+        o, left = sluice.decode(*given[:3], state=given[3], normalize_qk=True)
+        limit = compare.tolerance(torch.float32, device=device)
+        compare.assert_within(o.cpu(), want, limit, name="o")
+        compare.assert_within(left.cpu(), after, limit, name="state")

@@ -1,0 +1,66 @@
+"""The command: ``python -m tests.runs --steps 1000000 --seed 1``."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import time
+
+from tests.runs import episode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.runs", description=__doc__)
+    parser.add_argument("--steps", type=int, default=20_000, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first episode (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--only", metavar="N,N", help="replay these actions of one episode")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no episode after so long")
+    given = parser.parse_args()
+    try:
+        if given.only is not None:
+            return _only(given.seed, {int(n) for n in given.only.split(",")}, given.device)
+        return _run(given.seed, given.steps, given.device, given.seconds)
+    except episode.Failed as failed:
+        print(episode.report(failed, given.device))
+        return 1
+
+
+def _run(first: int, steps: int, device: str, seconds: float) -> int:
+    """Episodes one after another; a run goes on with ``--seed`` of the line printed last."""
+    begun = shown = time.monotonic()
+    counts: episode.Counts = collections.Counter()
+    seed, left = first, steps
+    while left > 0 and time.monotonic() - begun < seconds:
+        counts += episode.run(seed, min(left, episode.STEPS), device)
+        left -= min(left, episode.STEPS)
+        seed += 1
+        now = time.monotonic()
+        if now - shown > 20:
+            shown = now
+            rate = (steps - left) / (now - begun)
+            print(f"{steps - left:,} steps, {rate:.0f} a second; next --seed {seed}", flush=True)
+    took = time.monotonic() - begun
+    print(f"{steps - left:,} steps in {took:.0f} s on {device}, seeds {first} to {seed - 1}: pass")
+    print(", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()))
+    return 0
+
+
+def _only(seed: int, numbers: set[int], device: str) -> int:
+    """The episode draws its actions again, then some of them run by themselves."""
+    try:
+        episode.run(seed, episode.STEPS, device)
+    except episode.Failed as failed:
+        chosen = [a for a in failed.actions if a.number in numbers]
+        for action in chosen:
+            print(action)
+        episode.replay(seed, chosen, device)
+        print("these actions pass by themselves")
+        return 0
+    print("the whole episode passes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
