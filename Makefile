@@ -28,7 +28,8 @@ RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpco
 OLDEST        := torch==2.9.0 triton==3.5.0 numba==0.60.0 transformers==5.0.0 onnx==1.18.0 \
   onnxruntime==1.29.0 onnxscript==0.7.0
 OLDEST_TESTS  := tests/test_private.py tests/test_cpu_numba_private.py tests/test_dispatch.py \
-  tests/test_errors.py tests/test_contract.py tests/state_pool tests/layers \
+  tests/test_errors.py tests/test_contract.py tests/state_pool \
+  tests/layers/test_drafts.py tests/layers/test_paths.py tests/layers/test_qwen.py \
   tests/integrations/test_transformers.py tests/integrations/test_onnx_nodes.py
 # the oldest Triton whose kernels are tested beside the newest, and the GPUs it compiles for
 TRITONS       := 3.6.0
