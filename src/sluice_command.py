@@ -5,18 +5,28 @@ Importing the package imports torch, which takes seconds.
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> int:
-    """Run ``sluice.cli``; returns its exit status, 130 after an interrupt."""
+    """Run ``sluice.cli``; returns its exit status, 130 after an interrupt.
+
+    141 where nobody reads the output any more, as in ``sluice doctor | head -1``.
+    """
     try:
         from sluice.cli import main as command
 
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         sys.stderr.write("sluice: interrupted\n")
         return 130
+    except BrokenPipeError:
+        # what is still buffered goes nowhere, or Python would complain when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

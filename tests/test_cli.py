@@ -212,6 +212,19 @@ def test_an_interrupt_while_the_library_is_imported_is_no_traceback(tmp_path):
     assert (done.returncode, done.stderr) == (130, "sluice: interrupted\n")
 
 
+def test_a_reader_that_goes_away_is_no_traceback():
+    """As in ``sluice doctor | head -1``."""
+    code = "import sluice_command, sluice.cli, sys\n"
+    code += "sluice.cli.main = lambda: print('x' * 200_000) or 0\n"
+    code += "sys.exit(sluice_command.main())"
+    program = [sys.executable, "-c", code]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        running.stdout.close()
+        said = running.stderr.read().decode()
+        status = running.wait()
+    assert (status, said) == (141, "")
+
+
 def test_the_demo_says_that_the_machine_was_busy(small_demo, monkeypatch, capsys):
     for share, said in ((0.02, False), (0.5, True)):
         monkeypatch.setattr(small_demo.Neighbours, "share", lambda self, share=share: share)
