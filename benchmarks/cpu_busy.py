@@ -151,7 +151,7 @@ def requests() -> None:
 
 
 def main() -> None:
-    run_lines({f.__name__: f for f in (neighbour, workers, requests)})
+    run_lines({f.__name__: f for f in (neighbour, workers, requests)}, "means")
 
 
 if __name__ == "__main__":

@@ -536,12 +536,12 @@ def clock() -> float:
     return 3 * 3e6 / (time.perf_counter() - start) / 1e9
 
 
-def run_lines(lines: dict[str, Callable[[], None]]) -> None:
+def run_lines(lines: dict[str, Callable[[], None]], times: str = "medians") -> None:
     """Print the machine, then the lines that the command names, or all of them."""
     least, wanted = sys.argv[1:2] == ["--least"], [x for x in sys.argv[1:] if x != "--least"]
     torch.manual_seed(0)
     print("\n".join(machine()))
-    times = "least times" if least else "medians"
+    times = "least times" if least else times
     print(f"float32 unless said otherwise, {HK}/{HV} heads, K = V = {WIDTH}; microseconds, {times}")
     for name in wanted or list(lines):
         lines[name]()
