@@ -261,3 +261,23 @@ def test_same_bits_takes_nan_for_itself_and_zero_for_its_sign():
     assert_same_bits(
         torch.arange(6.0).view(2, 3).T, torch.arange(6.0).view(2, 3).T.contiguous(), "x"
     )
+
+
+def test_one_wrong_element_among_many_fails():
+    """Its share of the relative error is small; the largest single error has a limit of its own."""
+    exact = torch.ones(1_000_000, dtype=torch.float64)
+    actual = exact.clone()
+    actual[7] += 0.05
+    with pytest.raises(AssertionError, match=r"largest error 5\.00e-02 > 3\.20e-02"):
+        assert_within(actual, exact, 1e-3, name="x")
+    actual[7] = 1.03
+    assert_within(actual, exact, 1e-3, name="x")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_counted_and_not_compared(value):
+    exact = torch.ones(4, dtype=torch.float64)
+    actual = exact.clone()
+    actual[1] = value
+    with pytest.raises(AssertionError, match="x: 1 of 4 elements are not finite"):
+        assert_within(actual, exact, 1e9, name="x")
