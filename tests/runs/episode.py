@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import sluice
-from tests.runs import advance, drafts  # noqa: F401: they register actions
 from tests.runs.acts import Action, perform
 from tests.runs.draw import draw
 from tests.runs.plan import plan
@@ -21,7 +20,7 @@ STEPS = 1000
 Counts = collections.Counter[str]
 
 
-class Failed(Exception):
+class EpisodeError(Exception):
     """An episode failed: ``actions`` up to the one that did."""
 
     def __init__(self, seed: int, actions: list[Action], error: BaseException) -> None:
@@ -47,7 +46,7 @@ def run(seed: int, steps: int = STEPS, device: str = "cpu") -> Counts:
             try:
                 happened = perform(world, actions[-1])
             except Exception as error:
-                raise Failed(seed, actions, error) from error
+                raise EpisodeError(seed, actions, error) from error
             done += happened
             counts[actions[-1].kind] += happened
     return counts
@@ -109,7 +108,7 @@ def related(actions: Sequence[Action], every: bool) -> list[Action]:
     return found[::-1]
 
 
-def report(failed: Failed, device: str) -> str:
+def report(failed: EpisodeError, device: str) -> str:
     """What failed, the actions that suffice for it, and the command that does it again."""
     seed = failed.seed
 

@@ -24,7 +24,7 @@ def test_a_wrong_call_has_a_clear_error_or_a_right_result(part):
     for seed in range(1 + part * each, 1 + (part + 1) * each):
         try:
             run.one(seed)
-        except judge.Wrong as error:
+        except judge.WrongAnswerError as error:
             pytest.fail(run.describe(seed, error), pytrace=False)
 
 
@@ -59,7 +59,7 @@ def test_an_interval_of_checkpoints_is_an_int():
     slots = torch.tensor([[3], [4], [5]])
     for every in (float("inf"), "2", True):
         kept = sluice.Checkpoints(slots, every=every)
-        with pytest.raises(ContractError, match="checkpoints.every: expected an int"):
+        with pytest.raises(ContractError, match=r"checkpoints\.every: expected an int"):
             sluice.prefill(**_tokens(), state=_state(), checkpoints=kept)
 
 
@@ -202,6 +202,6 @@ def test_a_wrong_answer_is_seen(monkeypatch):
     for seed in range(600):
         try:
             judge.operator(seed)
-        except judge.Wrong as error:
+        except judge.WrongAnswerError as error:
             seen.add(str(error).partition(":")[0])
     assert len(seen) >= 3

@@ -171,9 +171,11 @@ def conv_qkv(
     kept, positions, every = parts("conv_qkv", checkpoints)
     if state is None:
         _needs_state("conv_qkv", slots, write_slots, has_state, checkpoints, freeze, window_start)
-    buffers = (None,) * 5 if out is None else out
+    buffers: Any = (None,) * 5 if out is None else out
     if not isinstance(buffers, (tuple, list)) or len(buffers) != 5:
-        got = f"{len(buffers)} buffers" if isinstance(buffers, (tuple, list)) else type(out).__name__
+        got = (
+            f"{len(buffers)} buffers" if isinstance(buffers, (tuple, list)) else type(out).__name__
+        )
         raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", got)
     tensors = [
         x, weight, bias, state, slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu, kept,
