@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import sluice
+from tests.runs import advance, drafts
 from tests.runs.acts import Action, perform
 from tests.runs.draw import draw
 from tests.runs.plan import plan
 from tests.runs.world import World
 
+PERFORMING = (advance, drafts)
+"""Modules whose import registers their actions, beside those of ``acts``."""
 STEPS = 1000
 """Steps of an episode."""
 Counts = collections.Counter[str]
@@ -37,8 +41,7 @@ def run(seed: int, steps: int = STEPS, device: str = "cpu") -> Counts:
     actions: list[Action] = []
     counts: Counts = collections.Counter()
     dice = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(plan(seed, device), Path(folder))
+    with _world(seed, device) as world:
         number = done = 0
         while done < steps:
             actions.append(draw(world, dice, number))
@@ -52,10 +55,18 @@ def run(seed: int, steps: int = STEPS, device: str = "cpu") -> Counts:
     return counts
 
 
+@contextlib.contextmanager
+def _world(seed: int, device: str) -> Iterator[World]:
+    """The pool and the model of an episode."""
+    made = plan(seed, device)
+    looking = sluice.validate(made.watched) if device != "cpu" else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, looking:
+        yield World(made, Path(folder))
+
+
 def replay(seed: int, actions: Sequence[Action], device: str = "cpu") -> None:
     """Perform these actions alone; those whose sequences are missing do nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(plan(seed, device), Path(folder))
+    with _world(seed, device) as world:
         for action in actions:
             perform(world, action)
 
