@@ -36,7 +36,7 @@ def operator(seed: int) -> str:
             return "refused"
         except Exception as error:
             raise WrongAnswerError(
-                f"{_text(made, spoilt)}\n  raised {type(error).__name__}: {error}"
+                f"{_text(made, spoilt)}\n  raised {type(error).__name__}: {str(error)[:200]}"
             ) from error
         _unchanged(made, before, made.written)
         return _same_as_reference(seed, made, spoilt, result)
@@ -135,7 +135,7 @@ def _same_as_reference(seed: int, made: Call, spoilt: list[Spoilt], result: Any)
     """A call that was served must have the result of the plainest backend."""
     if "backend" in made.arguments or any(x.device.type == "meta" for x in _all(result)):
         return "served"
-    if not all(_sound(x) for value in made.arguments.values() for x in _tensors(value)):
+    if not all(_sound(x) for s in spoilt for x in _tensors(s.value)):
         return "served"  # nothing is promised of numbers that are none, or overflow
     again, _ = _prepare(seed, "reference")
     try:
@@ -159,7 +159,7 @@ def _same_as_reference(seed: int, made: Call, spoilt: list[Spoilt], result: Any)
 
 
 def _sound(x: Tensor) -> bool:
-    return not x.is_floating_point() or not bool((x.detach().float().abs() > 1e6).any())
+    return not x.is_floating_point() or bool((x.detach().float().abs() <= 1e6).all())
 
 
 def _all(x: Any) -> list[Tensor]:

@@ -125,6 +125,24 @@ def test_a_sparse_tensor_is_named():
     beta = torch.ones(3, 2, 2).to_sparse()
     with pytest.raises(ContractError, match="decode: beta: expected a dense tensor"):
         sluice.decode(**_tokens(), beta=beta, state=_state(3))
+    initial = _state(3).to_sparse()
+    with pytest.raises(ContractError, match="prefill: initial_state: expected a dense tensor"):
+        sluice.prefill(**_tokens(), initial_state=initial)
+
+
+def test_an_output_whose_rows_overlap_is_refused():
+    """Rows one element short of their length, not only those of stride 0."""
+    out = torch.zeros(200).as_strided((3, 2, 2, 8), (32, 15, 8, 1))
+    with pytest.raises(ContractError, match="decode: out: expected a buffer without overlap"):
+        sluice.decode(**_tokens(), state=_state(3), out=out)
+
+
+def test_borders_and_flags_are_looked_at_before_they_are_used():
+    x, weight, windows = torch.zeros(1, 3, 4), torch.zeros(4, 4), torch.zeros(1, 4, 3)
+    with pytest.raises(ContractError, match="causal_conv1d: cu_seqlens: expected"):
+        sluice.causal_conv1d(x, weight, initial_state=windows, cu_seqlens=3)
+    with pytest.raises(ContractError, match="causal_conv1d: freeze: expected"):
+        sluice.causal_conv1d(x, weight, freeze=torch.zeros(0))
 
 
 @pytest.mark.parametrize("backend", [3, [], {}, torch.zeros(0)])

@@ -65,8 +65,8 @@ class Require:
     def out(self, x: Meta, argument: str, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
         """Require an output buffer whose elements do not share memory with each other."""
         self.tensor(x, argument, shape, (dtype,))
-        overlaps = any(n > 1 and s == 0 for n, s in zip(x.shape, x.strides, strict=True))
-        self(not overlaps, argument, "a buffer without overlap", f"strides {list(x.strides)}")
+        alone = not overlaps(x.shape, x.strides)
+        self(alone, argument, "a buffer without overlap", f"strides {list(x.strides)}")
 
 
 def options(op: str, kinds: Mapping[str, str], values: Mapping[str, object]) -> None:

@@ -208,8 +208,14 @@ def _initial(
     for given, name in ((state, "state"), (out, "out")):
         if given is not None:
             raise ContractError(op, name, "None beside initial_state", "a tensor")
-    if not isinstance(initial, Tensor):
-        raise ContractError(op, "initial_state", "a tensor", type(initial).__name__)
+    for given, name in ((x, "x"), (initial, "initial_state"), (cu_seqlens, "cu_seqlens")):
+        if given is None and name == "cu_seqlens":
+            continue
+        if not isinstance(given, Tensor) or given.layout != torch.strided:
+            raise ContractError(op, name, "a dense tensor", type(given).__name__)
+    if cu_seqlens is not None and cu_seqlens.dim() != 1:
+        got = f"shape {list(cu_seqlens.shape)}"
+        raise ContractError(op, "cu_seqlens", "shape [N + 1]", got)
     packed = x.dim() == 2
     N = x.shape[0] if cu_seqlens is None and not packed else None
     N = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else N
@@ -254,7 +260,7 @@ def _needs_state(op: str, slots: Any, write_slots: Any, has_state: Any, *given: 
         (write_slots, "write_slots"),
         (has_state, "has_state"),
         (checkpoints, "checkpoints"),
-        (freeze or None, "freeze"),
+        (None if isinstance(freeze, int) and not freeze else freeze, "freeze"),
         (window_start, "window_start"),
     ):
         if x is not None:
