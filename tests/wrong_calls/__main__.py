@@ -18,7 +18,7 @@ import warnings
 
 from tests.wrong_calls import judge, run
 
-PATIENCE = 120
+PATIENCE = 600
 """Seconds for one call, compiling included."""
 
 

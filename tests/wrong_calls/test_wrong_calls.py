@@ -57,7 +57,7 @@ def test_a_padding_slot_is_an_int(value):
 
 def test_an_interval_of_checkpoints_is_an_int():
     slots = torch.tensor([[3], [4], [5]])
-    for every in (float("inf"), "2", True):
+    for every in (float("inf"), "2", True, 10**30):
         kept = sluice.Checkpoints(slots, every=every)
         with pytest.raises(ContractError, match=r"checkpoints\.every: expected an int"):
             sluice.prefill(**_tokens(), state=_state(), checkpoints=kept)
@@ -112,6 +112,16 @@ def test_a_draft_that_was_changed_is_refused():
         with pytest.raises(ContractError, match="commit"):
             sluice.commit(draft._replace(**change), count)
     sluice.commit(draft, count)
+
+
+@pytest.mark.parametrize("name", ["conv_state", "state"])
+def test_a_step_has_both_states(name):
+    call = {"qkvz": torch.zeros(3, 48), "ba": torch.zeros(3, 4), "A_log": torch.zeros(2)}
+    call |= {"dt_bias": torch.zeros(2), "conv_weight": torch.zeros(32, 4)}
+    call |= {"norm_weight": torch.zeros(8), "conv_state": torch.zeros(3, 32, 3)}
+    call |= {"state": _state(3), name: None}
+    with pytest.raises(ContractError, match=f"step: {name}: expected a tensor"):
+        sluice.step(**call)
 
 
 @pytest.mark.parametrize(("name", "value"), [("z", 3), ("weight", "w"), ("x", ())])

@@ -80,6 +80,7 @@ def options(op: str, kinds: Mapping[str, str], values: Mapping[str, object]) -> 
         expected, types = _KINDS[kinds[name]]
         flag = isinstance(value, bool)
         ok = isinstance(value, types) and (not flag or bool in types)
+        ok = ok and (not isinstance(value, int) or -(2**63) <= value < 2**63)
         if not ok or (bool in types and not flag and value not in (0, 1)):
             argument = name.replace("checkpoint_", "checkpoints.")
             raise ContractError(op, argument, expected, _shown(value))

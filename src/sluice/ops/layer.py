@@ -142,6 +142,9 @@ def _parts(x: Any, name: str) -> tuple[Any, Any]:
 
 def _norm_canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
     """``rms_norm_gated`` takes any shape as it is."""
+    for name in ("conv_state", "state"):
+        if getattr(t, name) is None:
+            raise ContractError("step", name, "a tensor", "NoneType")
     return Canonical(t if t.out is not None else t._replace(out=t.x.new_empty(*t.x.shape)))
 
 
