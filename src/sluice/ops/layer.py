@@ -142,14 +142,14 @@ def _parts(x: Any, name: str) -> tuple[Any, Any]:
 
 def _norm_canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
     """``rms_norm_gated`` takes any shape as it is."""
-    for name in ("conv_state", "state"):
-        if getattr(t, name) is None:
-            raise ContractError("step", name, "a tensor", "NoneType")
     return Canonical(t if t.out is not None else t._replace(out=t.x.new_empty(*t.x.shape)))
 
 
 def _step_canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
     """Canonical tensors of ``step``: [N, T, channels], weights [D, W]."""
+    for name in ("conv_state", "state"):
+        if getattr(t, name) is None:
+            raise ContractError("step", name, "a tensor", "NoneType")
     taps = conv_taps("step", t.conv_weight, "conv_weight")
     if t.state.dim() != 4:
         expected = "4 dimensions [P, HV, V, K]"
