@@ -7,6 +7,12 @@ PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 FAULTS_ARGS ?=
+# of `make runs`, `make wrong-calls` and `make load`: how many, from which seed on, for how long
+STEPS       ?= 1000000
+CALLS       ?= 50000
+SEED        ?= 1000
+MINUTES     ?= 10
+DEVICE      ?= cpu
 GPU_WORKERS ?= 12
 GPU_PEERS   ?= fla,flashqla,flashinfer,causal-conv1d,torch
 RESULTS     ?= benchmarks/results
@@ -48,7 +54,7 @@ WORKERS_OF = -n $(WORKERS) --dist worksteal $(LONG)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-oldest test-engines test-gpu test-shipped sanitize-gpu faults audit lint format docs kernels wheel clean
+.PHONY: help demo bench bench-gpu bench-docs dev test test-long releases test-oldest test-engines test-gpu test-shipped sanitize-gpu faults runs wrong-calls load audit lint format docs kernels wheel clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +155,19 @@ audit: $(VENV)/.torch-stamp  ## known vulnerabilities of the pinned versions; ne
 	$(PIP_ALONE) --upgrade --target $(VENV)/audit pip-audit
 	PYTHONPATH=$(abspath $(VENV))/audit $(PY) -m pip_audit --strict --disable-pip --no-deps \
 	  --requirement constraints.txt
+
+# DEVICE=cuda: on a GPU, with the Python that has torch for it, as bench-gpu
+LONG_PY = $(if $(filter cpu,$(DEVICE)),$(PY),$(PYTHON))
+$(if $(filter cpu,$(DEVICE)),runs load: $(VENV)/.dev-stamp)
+
+runs:  ## an engine of dice beside an oracle: STEPS=1000000 steps from SEED=1000 on; DEVICE=cuda
+	$(ONE_THREAD) PYTHONPATH=src $(LONG_PY) -m tests.runs --steps $(STEPS) --seed $(SEED) --device $(DEVICE)
+
+wrong-calls: $(VENV)/.dev-stamp  ## CALLS=50000 wrong calls of every function and command, from SEED on
+	$(ONE_THREAD) PYTHONPATH=src $(PY) -m tests.wrong_calls --calls $(CALLS) --seed $(SEED)
+
+load:  ## 8 threads against one pool for MINUTES=10, then 200,000 calls of changing shapes; DEVICE=cuda
+	PYTHONPATH=src $(LONG_PY) -m tests.load --minutes $(MINUTES) --device $(DEVICE)
 
 lint: $(VENV)/.dev-stamp  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

@@ -165,18 +165,18 @@ def run(
         dispatch.known(backend)
         _describe(op, tuple(map(meta_of, tensors)), options, form)  # names what is wrong
         raise
-    for i, shape, strides, dtype, device, zeros, like, kin in bound.outputs:
-        if like is not None:
-            tensors[i] = torch.empty_like(tensors[like])  # type: ignore[arg-type]
-        elif kin is not None:
-            tensors[i] = tensors[kin].new_empty_strided(shape, strides)  # type: ignore[union-attr]
-        else:
-            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            tensors[i] = x.zero_() if zeros else x
-    choice = bound.choice
-    if choice.special or validating():
-        choice = choice.ready(tensors, validating())
     try:
+        for i, shape, strides, dtype, device, zeros, like, kin in bound.outputs:
+            if like is not None:
+                tensors[i] = torch.empty_like(tensors[like])  # type: ignore[arg-type]
+            elif kin is not None:
+                tensors[i] = tensors[kin].new_empty_strided(shape, strides)  # type: ignore[union-attr]
+            else:
+                x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                tensors[i] = x.zero_() if zeros else x
+        choice = bound.choice
+        if choice.special or validating():
+            choice = choice.ready(tensors, validating())
         if bound.buffers is not None and not choice.watches:
             bound.buffers({i: tensors[i].data_ptr() for i in bound.buffers.places})  # type: ignore[union-attr]
         choice.launch(tensors)

@@ -101,7 +101,10 @@ class PoolGeometry:
         shape = _shape(model).shard(tp)
         least = shape.conv_width - 1
         if conv_columns is not None:
-            arguments.integer("PoolGeometry", "conv_columns", conv_columns, least)  # W - 1
+            arguments.integer("PoolGeometry", "conv_columns", conv_columns, 1)
+            if conv_columns < least:
+                expected = f"at least W - 1 = {least} of {shape.name}"
+                raise ContractError("PoolGeometry", "conv_columns", expected, conv_columns)
         return cls(
             layers=shape.linear_layers,
             num_v_heads=shape.num_v_heads,

@@ -209,7 +209,8 @@ class StatePool:
             parts = [(conv, recurrent)]
         else:
             for given, name in ((conv, "conv"), (recurrent, "recurrent")):
-                several = isinstance(given, (Sequence, torch.Tensor)) and len(given) > 0
+                several = isinstance(given, (Sequence, torch.Tensor))
+                several = several and not isinstance(given, (str, bytes))
                 if not several or not all(isinstance(x, torch.Tensor) for x in given):
                     expected = "a tensor, or one for each layer"
                     raise ContractError("from_tensors", name, expected, arguments.shown(given))

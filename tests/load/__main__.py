@@ -15,7 +15,9 @@ SIZES = (256, 1024, 2048, 4096, 4608, 8192, 16384)
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.load", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of the pool (%(default)s)")
-    parser.add_argument("--calls", type=int, default=200_000, help="of changing shapes (%(default)s)")
+    parser.add_argument(
+        "--calls", type=int, default=200_000, help="of changing shapes (%(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--streams", type=int, default=4, help="on a GPU (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")

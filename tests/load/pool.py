@@ -154,7 +154,9 @@ def serve(
 
     def work(number: int) -> None:
         dice, mine = random.Random(number), seen[number]
-        lane: Any = torch.cuda.stream(lanes[number % streams]) if lanes else contextlib.nullcontext()
+        lane: Any = (
+            torch.cuda.stream(lanes[number % streams]) if lanes else contextlib.nullcontext()
+        )
         with lane:
             while time.monotonic() < until and not mine.faults:
                 which = dice.randrange(SCRIPTS)

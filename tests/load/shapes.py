@@ -78,7 +78,9 @@ def changing(count: int, shapes: int, device: str = "cpu") -> tuple[dict[str, li
     return found, memory
 
 
-def cliff(sizes: tuple[int, ...], count: int, device: str = "cpu") -> dict[int, tuple[float, float]]:
+def cliff(
+    sizes: tuple[int, ...], count: int, device: str = "cpu"
+) -> dict[int, tuple[float, float]]:
     """For each number of shapes: the mean time of a call, and how many were bound anew."""
     found = {}
     for size in sizes:

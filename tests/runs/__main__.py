@@ -22,7 +22,7 @@ def main() -> int:
         if given.only is not None:
             return _only(given.seed, {int(n) for n in given.only.split(",")}, given.device)
         return _run(given.seed, given.steps, given.device, given.seconds)
-    except episode.Failed as failed:
+    except episode.EpisodeError as failed:
         print(episode.report(failed, given.device))
         return 1
 
@@ -51,7 +51,7 @@ def _only(seed: int, numbers: set[int], device: str) -> int:
     """The episode draws its actions again, then some of them run by themselves."""
     try:
         episode.run(seed, episode.STEPS, device)
-    except episode.Failed as failed:
+    except episode.EpisodeError as failed:
         chosen = [a for a in failed.actions if a.number in numbers]
         for action in chosen:
             print(action)

@@ -12,7 +12,7 @@ from torch import Tensor
 import sluice
 from tests.runs import exact
 from tests.runs.plan import FLOAT32, LAYERS
-from tests.runs.world import Batch, Fault, Kept, Pools, World, batch
+from tests.runs.world import Batch, FaultError, Kept, Pools, World, batch
 
 EPS = 1e-6
 
@@ -298,7 +298,7 @@ def natural(states: list[Tensor], q: Tensor) -> Tensor:
 
     An output is S^T q K^-1/2; for a direction at random it has 1/√K of the length of S and q.
     """
-    R, T, Hk, K = q.shape
+    Hk, K = q.shape[2:]
     sizes = torch.stack([s.flatten(0, 1).square().sum((2, 3)) for s in states[1:]], 1)  # [R, T, Hv]
     lengths = q.square().sum(3).repeat_interleave(sizes.shape[2] // Hk, 2)
     return (sizes * lengths).sum((1, 2)).sqrt() / K
@@ -390,4 +390,4 @@ def refuses(w: World, errors: Any, call: Callable[[], Any], what: str) -> None:
             call()
     except errors:
         return
-    raise Fault(f"{what}: was not refused")
+    raise FaultError(f"{what}: was not refused")

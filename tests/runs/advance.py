@@ -71,9 +71,7 @@ def decode(w: World, a: Action) -> bool:
     return True
 
 
-def _same_layer(
-    w: World, b: Batch, got: Tensor, o: Tensor, natural: Callable[[], Tensor]
-) -> None:
+def _same_layer(w: World, b: Batch, got: Tensor, o: Tensor, natural: Callable[[], Tensor]) -> None:
     """Outputs of ``step``: compared before the norm, which makes small heads as large as others."""
     before = (o.square().mean(-1, keepdim=True) + acts.EPS).sqrt()
     factor = acts.exact_norm(w, b, o) * before

@@ -40,7 +40,10 @@ def verify(w: World, a: Action) -> bool:
     calls = [c | more for c, more in zip(ready.calls, options, strict=True)]
     made = acts.recurrence(w, w.layers, b, "verify", calls, **shared)
     o, states = acts.advance(w, b, ready.inputs)
-    got, size = b.back([x for x, _ in made], "verify"), partial(acts.natural, states, ready.inputs[0])
+    got, size = (
+        b.back([x for x, _ in made], "verify"),
+        partial(acts.natural, states, ready.inputs[0]),
+    )
     w.near(got, o, w.limit(w.plan.dtype), "verify: o", size)
 
     def again(pools: Pools, counts: list[int]) -> None:
@@ -83,7 +86,7 @@ def _end_buffered(w: World, names: set[str]) -> None:
 
 @performs("commit")
 def commit(w: World, a: Action) -> bool:
-    """To prefixes of its own first, if asked, then to the rows themselves; or all layers at once."""
+    """To prefixes of its own first, if asked, then to the rows themselves."""
     key = a.args["draft"]
     draft = w.pending.get(key)
     if draft is None:
@@ -174,7 +177,7 @@ def reject(w: World, a: Action) -> bool:
 def stale(w: World, a: Action) -> bool:
     """A draft whose rows were written since must be refused."""
     draft = w.stale.get(a.args["draft"])
-    if draft is None:
+    if draft is None or not w.plan.watched:  # unwatched, a GPU does not see every write
         return False
     counts = _numbers(w, [min(1, n) for n in _lengths(draft)], draft.pads)
     for i in range(LAYERS):

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import sluice
-from tests.runs import advance, drafts  # noqa: F401: they register actions
+from tests.runs import advance, drafts
 from tests.runs.acts import Action, perform
 from tests.runs.draw import draw
 from tests.runs.plan import plan
 from tests.runs.world import World
 
+PERFORMING = (advance, drafts)
+"""Modules whose import registers their actions, beside those of ``acts``."""
 STEPS = 1000
 """Steps of an episode."""
 Counts = collections.Counter[str]
 
 
-class Failed(Exception):
+class EpisodeError(Exception):
     """An episode failed: ``actions`` up to the one that did."""
 
     def __init__(self, seed: int, actions: list[Action], error: BaseException) -> None:
@@ -38,8 +41,7 @@ def run(seed: int, steps: int = STEPS, device: str = "cpu") -> Counts:
     actions: list[Action] = []
     counts: Counts = collections.Counter()
     dice = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(plan(seed, device), Path(folder))
+    with _world(seed, device) as world:
         number = done = 0
         while done < steps:
             actions.append(draw(world, dice, number))
@@ -47,16 +49,24 @@ def run(seed: int, steps: int = STEPS, device: str = "cpu") -> Counts:
             try:
                 happened = perform(world, actions[-1])
             except Exception as error:
-                raise Failed(seed, actions, error) from error
+                raise EpisodeError(seed, actions, error) from error
             done += happened
             counts[actions[-1].kind] += happened
     return counts
 
 
+@contextlib.contextmanager
+def _world(seed: int, device: str) -> Iterator[World]:
+    """The pool and the model of an episode."""
+    made = plan(seed, device)
+    looking = sluice.validate(made.watched) if device != "cpu" else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, looking:
+        yield World(made, Path(folder))
+
+
 def replay(seed: int, actions: Sequence[Action], device: str = "cpu") -> None:
     """Perform these actions alone; those whose sequences are missing do nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(plan(seed, device), Path(folder))
+    with _world(seed, device) as world:
         for action in actions:
             perform(world, action)
 
@@ -109,7 +119,7 @@ def related(actions: Sequence[Action], every: bool) -> list[Action]:
     return found[::-1]
 
 
-def report(failed: Failed, device: str) -> str:
+def report(failed: EpisodeError, device: str) -> str:
     """What failed, the actions that suffice for it, and the command that does it again."""
     seed = failed.seed
 

@@ -54,6 +54,11 @@ class Plan:
         """
         return self.dtype == FLOAT32 and self.state_dtype == FLOAT32
 
+    @property
+    def watched(self) -> bool:
+        """Whether values are looked at: always on a CPU, on a GPU in every second episode."""
+        return self.device == "cpu" or self.seed % 2 == 0
+
     def __str__(self) -> str:
         return (
             f"Hk={self.Hk} Hv={self.Hv} K={self.K} V={self.V} W={self.W} L={self.columns} "

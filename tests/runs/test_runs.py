@@ -20,12 +20,12 @@ EPISODES = 20
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_an_engine_that_rolls_dice_keeps_to_the_exact_sequences(part):
-    """The seeds never change: a failure is one of the code. Replay it with the command it prints."""
+    """The seeds never change: a failure is the code's. Its message has the command to replay it."""
     each = EPISODES // 4
     for seed in range(1 + part * each, 1 + (part + 1) * each):
         try:
             episode.run(seed, device=DEVICE)
-        except episode.Failed as failed:
+        except episode.EpisodeError as failed:
             pytest.fail(episode.report(failed, DEVICE), pytrace=False)
 
 
@@ -69,11 +69,11 @@ def test_the_exact_norm_is_the_oracles():
 # --------------------------------------------------------------------------------- it can fail
 
 
-def _found(seeds: range) -> episode.Failed:
+def _found(seeds: range) -> episode.EpisodeError:
     for seed in seeds:
         try:
             episode.run(seed, 200)
-        except episode.Failed as failed:
+        except episode.EpisodeError as failed:
             return failed
     pytest.fail("the fault was not noticed")
 

@@ -21,7 +21,7 @@ Pools = list[tuple[Tensor, Tensor]]
 """(conv, recurrent) of each layer."""
 
 
-class Fault(AssertionError):
+class FaultError(AssertionError):
     """The library did something else than the sequences kept beside it."""
 
 
@@ -129,7 +129,7 @@ class World:
 
     def same(self, got: Any, expected: Any, what: str) -> None:
         if got != expected:
-            raise Fault(f"{what}: expected {expected}, got {got}")
+            raise FaultError(f"{what}: expected {expected}, got {got}")
 
     def near(
         self,
@@ -219,8 +219,10 @@ class World:
                     a, b = (z[row].contiguous().view(torch.uint8) for z in (x, y))
                     if not torch.equal(a, b):
                         owner = owners.get(row, "nobody")
-                        raise Fault(f"{what}: {name} of layer {i}, row {row} ({owner}) changed")
-        raise Fault(f"{what}: bytes between the rows of the pool changed")
+                        raise FaultError(
+                            f"{what}: {name} of layer {i}, row {row} ({owner}) changed"
+                        )
+        raise FaultError(f"{what}: bytes between the rows of the pool changed")
 
     def poison(self, rows: list[int], value: float) -> None:
         """A late write of a former owner."""
@@ -282,7 +284,7 @@ class Batch:
         else:
             dense, rest = x[:, : self.N], x[:, self.N :]
         if rest.numel() and bool((rest != 0).any()):
-            raise Fault(f"{what}: rows of padding are not zeros")
+            raise FaultError(f"{what}: rows of padding are not zeros")
         return dense.flatten(0, 1)
 
     def bounds(self, dtype: torch.dtype) -> dict[str, Tensor]:

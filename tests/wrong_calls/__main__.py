@@ -18,7 +18,7 @@ import warnings
 
 from tests.wrong_calls import judge, run
 
-PATIENCE = 120
+PATIENCE = 600
 """Seconds for one call, compiling included."""
 
 
@@ -52,7 +52,7 @@ def _calls(first: int, calls: int, notes: int) -> int:
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         try:
             counts[run.one(seed)] += 1
-        except judge.Wrong as error:
+        except judge.WrongAnswerError as error:
             wrong += 1
             print(run.describe(seed, error), flush=True)
         if time.monotonic() - shown > 20:

@@ -18,7 +18,7 @@ from tests.wrong_calls.right import Call, call
 from tests.wrong_calls.spoil import Spoilt, kinds_of, spoil
 
 
-class Wrong(AssertionError):
+class WrongAnswerError(AssertionError):
     """A wrong call had an answer that is not allowed."""
 
 
@@ -35,7 +35,9 @@ def operator(seed: int) -> str:
             _named(made, spoilt, error)
             return "refused"
         except Exception as error:
-            raise Wrong(f"{_text(made, spoilt)}\n  raised {type(error).__name__}: {error}") from error
+            raise WrongAnswerError(
+                f"{_text(made, spoilt)}\n  raised {type(error).__name__}: {str(error)[:200]}"
+            ) from error
         _unchanged(made, before, made.written)
         return _same_as_reference(seed, made, spoilt, result)
 
@@ -68,7 +70,11 @@ def _text(made: Call, spoilt: list[Spoilt]) -> str:
 
 def _short(x: Any) -> str:
     if isinstance(x, Tensor):
-        values = f" {x.tolist()}" if x.dtype in (torch.int32, torch.int64) and x.numel() < 9 and x.device.type == "cpu" else ""  # noqa: E501
+        values = (
+            f" {x.tolist()}"
+            if x.dtype in (torch.int32, torch.int64) and x.numel() < 9 and x.device.type == "cpu"
+            else ""
+        )
         return f"{str(x.dtype)[6:]}{list(x.shape)}{values}"
     if isinstance(x, tuple):
         return f"({', '.join(map(_short, x))})"
@@ -97,7 +103,9 @@ def _bytes(x: Tensor) -> Tensor:
 def _unchanged(made: Call, before: list[tuple[str, Tensor, Tensor]], free: tuple[str, ...]) -> None:
     for name, x, bits in before:
         if name not in free and not torch.equal(_bytes(x), bits):
-            raise Wrong(f"{made.name}: {name} was changed; given {made.arguments.keys()}")
+            raise WrongAnswerError(
+                f"{made.name}: {name} was changed; given {made.arguments.keys()}"
+            )
 
 
 def _named(made: Call, spoilt: list[Spoilt], error: SluiceError) -> None:
@@ -115,7 +123,7 @@ def _named(made: Call, spoilt: list[Spoilt], error: SluiceError) -> None:
     words |= {word for word in re.findall(r"\w+", text) if len(word) > 3}
     words |= set(re.findall(r"(\w+)=", text))
     if not words & _aliases(allowed):
-        raise Wrong(f"{_text(made, spoilt)}\n  the error does not name it: {text}")
+        raise WrongAnswerError(f"{_text(made, spoilt)}\n  the error does not name it: {text}")
 
 
 def _aliases(names: set[str]) -> set[str]:
@@ -127,7 +135,7 @@ def _same_as_reference(seed: int, made: Call, spoilt: list[Spoilt], result: Any)
     """A call that was served must have the result of the plainest backend."""
     if "backend" in made.arguments or any(x.device.type == "meta" for x in _all(result)):
         return "served"
-    if not all(_sound(x) for value in made.arguments.values() for x in _tensors(value)):
+    if not all(_sound(x) for s in spoilt for x in _tensors(s.value)):
         return "served"  # nothing is promised of numbers that are none, or overflow
     again, _ = _prepare(seed, "reference")
     try:
@@ -137,7 +145,7 @@ def _same_as_reference(seed: int, made: Call, spoilt: list[Spoilt], result: Any)
     except Exception as error:
         if "inference tensor" in str(error):  # torch's own rule, for a backend in plain torch
             return "served"
-        raise Wrong(
+        raise WrongAnswerError(
             f"{_text(made, spoilt)}\n  served, but the reference: {type(error).__name__}: {error}"
         ) from error
     pairs = list(zip(_all(result), _all(want), strict=True))
@@ -151,7 +159,7 @@ def _same_as_reference(seed: int, made: Call, spoilt: list[Spoilt], result: Any)
 
 
 def _sound(x: Tensor) -> bool:
-    return not x.is_floating_point() or not bool((x.detach().float().abs() > 1e6).any())
+    return not x.is_floating_point() or bool((x.detach().float().abs() <= 1e6).all())
 
 
 def _all(x: Any) -> list[Tensor]:
@@ -176,7 +184,7 @@ def _agree(made: Call, spoilt: list[Spoilt], got: Tensor, exact: Tensor) -> None
         size, error = b.norm().item(), (a - b).norm().item()
         ok = error <= limit * size + 1e-30 or error == 0.0
     if not ok:
-        raise Wrong(f"{_text(made, spoilt)}\n  another result than the reference's")
+        raise WrongAnswerError(f"{_text(made, spoilt)}\n  another result than the reference's")
 
 
 def _dtypes(made: Call) -> list[torch.dtype]:

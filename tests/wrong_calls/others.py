@@ -21,7 +21,7 @@ from sluice import cli
 from sluice.contract.errors import SluiceError
 from sluice.layers import QwenShape
 from sluice.state_pool import PoolGeometry, StatePool
-from tests.wrong_calls.judge import Wrong
+from tests.wrong_calls.judge import WrongAnswerError
 from tests.wrong_calls.spoil import kinds_of, spoil
 
 GEOMETRY = PoolGeometry(
@@ -77,7 +77,9 @@ def method(seed: int) -> str:
     if spoilt == "slots":
         value = dice.choice((*ROWS, _stale(pool), other.allocated[0], [0, _stale(pool)]))
     else:
-        value = _affordable(spoil(dice, spoilt, right[spoilt], kinds_of(function).get(spoilt)).value)
+        value = _affordable(
+            spoil(dice, spoilt, right[spoilt], kinds_of(function).get(spoilt)).value
+        )
     arguments = {**right, spoilt: value}
     before = pool.conv.clone(), pool.recurrent.clone(), list(map(int, pool.allocated))
     what = f"StatePool.{name}({spoilt}={value!r})"
@@ -85,14 +87,18 @@ def method(seed: int) -> str:
     if _refused(what, lambda: function(**arguments), words):
         same = torch.equal(pool.conv, before[0]) and torch.equal(pool.recurrent, before[1])
         if not same or list(map(int, pool.allocated)) != before[2]:
-            raise Wrong(f"{what}: was refused, and changed the pool")
+            raise WrongAnswerError(f"{what}: was refused, and changed the pool")
         return "refused"
     rows = list(map(int, pool.allocated))
-    if pool.available + len(rows) != 6 or len(set(rows)) < len(rows) or not set(rows) <= {*range(6)}:
-        raise Wrong(f"{what}: {pool.available} free and {rows} allocated, of 6")
+    if (
+        pool.available + len(rows) != 6
+        or len(set(rows)) < len(rows)
+        or not set(rows) <= {*range(6)}
+    ):
+        raise WrongAnswerError(f"{what}: {pool.available} free and {rows} allocated, of 6")
     kept = [r for r in before[2] if name not in ("restore",)]
     if not torch.equal(pool.recurrent[:, kept], before[1][:, kept]):
-        raise Wrong(f"{what}: changed rows of others")
+        raise WrongAnswerError(f"{what}: changed rows of others")
     return "right"
 
 
@@ -163,16 +169,16 @@ def _refused(what: str, call: Callable[[], Any], words: set[str]) -> bool:
         call()
     except SluiceError as error:
         if not words & set(re.findall(r"\w+", str(error))):
-            raise Wrong(f"{what}: the error names no argument: {error}") from error
+            raise WrongAnswerError(f"{what}: the error names no argument: {error}") from error
         return True
     except OSError as error:  # of a file that is not there
         if error.filename is None and "No such file" not in str(error):
-            raise Wrong(f"{what}: raised {type(error).__name__}: {error}") from error
+            raise WrongAnswerError(f"{what}: raised {type(error).__name__}: {error}") from error
         return True
     except Exception as error:
         if "required positional argument" in str(error) or "same dtype" in str(error):
             return True  # Python's own words, which name it; a projection's, of the layer
-        raise Wrong(f"{what}: raised {type(error).__name__}: {error}") from error
+        raise WrongAnswerError(f"{what}: raised {type(error).__name__}: {error}") from error
     return False
 
 
@@ -195,26 +201,26 @@ def command(seed: int) -> str:
                 code = cli.main(argv)
         except SystemExit as end:
             code = end.code
-        except Started:
+        except StartedError:
             return "served"
         except Exception as error:
-            raise Wrong(f"{what}: raised {type(error).__name__}: {error}") from error
+            raise WrongAnswerError(f"{what}: raised {type(error).__name__}: {error}") from error
     said = err.getvalue().strip()
     if code == 0:
         return "served"
     if code != 2 or not said or "Traceback" in said:
-        raise Wrong(f"{what}: status {code}, said {said[-300:]!r}")
+        raise WrongAnswerError(f"{what}: status {code}, said {said[-300:]!r}")
     return "refused"
 
 
-class Started(Exception):
+class StartedError(Exception):
     """A command has found nothing wrong and begins its work, which nobody waits for here."""
 
 
 @contextlib.contextmanager
 def _no_work() -> Iterator[None]:
     def begin(*args: Any, **kwargs: Any) -> None:
-        raise Started
+        raise StartedError
 
     works = (("bench.command", "_run"), ("demo", "run"), ("warmup", "run"))
     with contextlib.ExitStack() as stack:
@@ -222,7 +228,7 @@ def _no_work() -> Iterator[None]:
             found = importlib.import_module(f"sluice.{module}")
             stack.enter_context(mock.patch.object(found, name, begin))
         warmup = importlib.import_module("sluice.warmup")
-        stack.enter_context(mock.patch.object(warmup, "compile_aside", lambda make: []))
+        stack.enter_context(mock.patch.object(warmup, "compile_aside", return_value=[]))
         yield
 
 
@@ -247,5 +253,3 @@ def _wrong(dice: random.Random, parser: argparse.ArgumentParser, folder: str) ->
     if isinstance(action.type, type) and issubclass(action.type, Path):
         return [option, f"{folder}/no/such/place"]
     return [option, dice.choice(WORDS)]
-
-

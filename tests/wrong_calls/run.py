@@ -18,7 +18,7 @@ HUNDRED: tuple[tuple[int, str, Callable[[int], str]], ...] = (
 
 
 def one(seed: int) -> str:
-    """One wrong call: its kind and what came of it. Raises ``judge.Wrong``."""
+    """One wrong call: its kind and what came of it. Raises ``judge.WrongAnswerError``."""
     place = seed % 100
     for share, kind, call in HUNDRED:
         if place < share:
@@ -27,5 +27,5 @@ def one(seed: int) -> str:
     raise AssertionError(place)
 
 
-def describe(seed: int, error: judge.Wrong) -> str:
+def describe(seed: int, error: judge.WrongAnswerError) -> str:
     return f"{error}\n  again: python -m tests.wrong_calls --calls 1 --seed {seed}"

@@ -45,7 +45,8 @@ def spoil(dice: random.Random, name: str, right: Any, kind: Any) -> Spoilt:
     """One wrong (or odd) value for an argument. ``kind`` is the signature's annotation."""
     if isinstance(right, Tensor):
         if dice.random() < 0.15:
-            return Spoilt(name, *_junk(dice, tensor=False), True)
+            how, value = _junk(dice, tensor=False)
+            return Spoilt(name, how, value, value is not None)
         return _tensor(dice, name, right)
     if isinstance(right, tuple) and hasattr(right, "_fields") and dice.random() < 0.9:
         return _field(dice, name, right)

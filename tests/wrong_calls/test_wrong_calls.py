@@ -24,7 +24,7 @@ def test_a_wrong_call_has_a_clear_error_or_a_right_result(part):
     for seed in range(1 + part * each, 1 + (part + 1) * each):
         try:
             run.one(seed)
-        except judge.Wrong as error:
+        except judge.WrongAnswerError as error:
             pytest.fail(run.describe(seed, error), pytrace=False)
 
 
@@ -57,9 +57,9 @@ def test_a_padding_slot_is_an_int(value):
 
 def test_an_interval_of_checkpoints_is_an_int():
     slots = torch.tensor([[3], [4], [5]])
-    for every in (float("inf"), "2", True):
+    for every in (float("inf"), "2", True, 10**30):
         kept = sluice.Checkpoints(slots, every=every)
-        with pytest.raises(ContractError, match="checkpoints.every: expected an int"):
+        with pytest.raises(ContractError, match=r"checkpoints\.every: expected an int"):
             sluice.prefill(**_tokens(), state=_state(), checkpoints=kept)
 
 
@@ -114,6 +114,16 @@ def test_a_draft_that_was_changed_is_refused():
     sluice.commit(draft, count)
 
 
+@pytest.mark.parametrize("name", ["conv_state", "state"])
+def test_a_step_has_both_states(name):
+    call = {"qkvz": torch.zeros(3, 48), "ba": torch.zeros(3, 4), "A_log": torch.zeros(2)}
+    call |= {"dt_bias": torch.zeros(2), "conv_weight": torch.zeros(32, 4)}
+    call |= {"norm_weight": torch.zeros(8), "conv_state": torch.zeros(3, 32, 3)}
+    call |= {"state": _state(3), name: None}
+    with pytest.raises(ContractError, match=f"step: {name}: expected a tensor"):
+        sluice.step(**call)
+
+
 @pytest.mark.parametrize(("name", "value"), [("z", 3), ("weight", "w"), ("x", ())])
 def test_what_is_no_tensor_is_named_where_gradients_may_be_asked_for(name, value):
     call = {"x": torch.ones(2, 4), "z": torch.ones(2, 4), "weight": torch.ones(4)}
@@ -125,6 +135,24 @@ def test_a_sparse_tensor_is_named():
     beta = torch.ones(3, 2, 2).to_sparse()
     with pytest.raises(ContractError, match="decode: beta: expected a dense tensor"):
         sluice.decode(**_tokens(), beta=beta, state=_state(3))
+    initial = _state(3).to_sparse()
+    with pytest.raises(ContractError, match="prefill: initial_state: expected a dense tensor"):
+        sluice.prefill(**_tokens(), initial_state=initial)
+
+
+def test_an_output_whose_rows_overlap_is_refused():
+    """Rows one element short of their length, not only those of stride 0."""
+    out = torch.zeros(200).as_strided((3, 2, 2, 8), (32, 15, 8, 1))
+    with pytest.raises(ContractError, match="decode: out: expected a buffer without overlap"):
+        sluice.decode(**_tokens(), state=_state(3), out=out)
+
+
+def test_borders_and_flags_are_looked_at_before_they_are_used():
+    x, weight, windows = torch.zeros(1, 3, 4), torch.zeros(4, 4), torch.zeros(1, 4, 3)
+    with pytest.raises(ContractError, match="causal_conv1d: cu_seqlens: expected"):
+        sluice.causal_conv1d(x, weight, initial_state=windows, cu_seqlens=3)
+    with pytest.raises(ContractError, match="causal_conv1d: freeze: expected"):
+        sluice.causal_conv1d(x, weight, freeze=torch.zeros(0))
 
 
 @pytest.mark.parametrize("backend", [3, [], {}, torch.zeros(0)])
@@ -202,6 +230,6 @@ def test_a_wrong_answer_is_seen(monkeypatch):
     for seed in range(600):
         try:
             judge.operator(seed)
-        except judge.Wrong as error:
+        except judge.WrongAnswerError as error:
             seen.add(str(error).partition(":")[0])
     assert len(seen) >= 3

@@ -171,9 +171,11 @@ def conv_qkv(
     kept, positions, every = parts("conv_qkv", checkpoints)
     if state is None:
         _needs_state("conv_qkv", slots, write_slots, has_state, checkpoints, freeze, window_start)
-    buffers = (None,) * 5 if out is None else out
+    buffers: Any = (None,) * 5 if out is None else out
     if not isinstance(buffers, (tuple, list)) or len(buffers) != 5:
-        got = f"{len(buffers)} buffers" if isinstance(buffers, (tuple, list)) else type(out).__name__
+        got = (
+            f"{len(buffers)} buffers" if isinstance(buffers, (tuple, list)) else type(out).__name__
+        )
         raise ContractError("conv_qkv", "out", "(q, k, v, g, beta)", got)
     tensors = [
         x, weight, bias, state, slots, write_slots, has_state, cu_seqlens, cu_seqlens_cpu, kept,
@@ -206,8 +208,14 @@ def _initial(
     for given, name in ((state, "state"), (out, "out")):
         if given is not None:
             raise ContractError(op, name, "None beside initial_state", "a tensor")
-    if not isinstance(initial, Tensor):
-        raise ContractError(op, "initial_state", "a tensor", type(initial).__name__)
+    for given, name in ((x, "x"), (initial, "initial_state"), (cu_seqlens, "cu_seqlens")):
+        if given is None and name == "cu_seqlens":
+            continue
+        if not isinstance(given, Tensor) or given.layout != torch.strided:
+            raise ContractError(op, name, "a dense tensor", type(given).__name__)
+    if cu_seqlens is not None and cu_seqlens.dim() != 1:
+        got = f"shape {list(cu_seqlens.shape)}"
+        raise ContractError(op, "cu_seqlens", "shape [N + 1]", got)
     packed = x.dim() == 2
     N = x.shape[0] if cu_seqlens is None and not packed else None
     N = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else N
@@ -252,7 +260,7 @@ def _needs_state(op: str, slots: Any, write_slots: Any, has_state: Any, *given: 
         (write_slots, "write_slots"),
         (has_state, "has_state"),
         (checkpoints, "checkpoints"),
-        (freeze or None, "freeze"),
+        (None if isinstance(freeze, int) and not freeze else freeze, "freeze"),
         (window_start, "window_start"),
     ):
         if x is not None:

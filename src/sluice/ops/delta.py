@@ -205,10 +205,15 @@ def _from_initial(
     for name in alone:
         if tensors[names.index(name)] is not None:
             raise ContractError("prefill", name, "None beside initial_state", "a tensor")
-    if not isinstance(initial, Tensor):
-        raise ContractError("prefill", "initial_state", "a tensor", type(initial).__name__)
-    N = tensors[0].shape[0] if tensors[0].dim() == 4 else 1
     bounds = tensors[names.index("cu_seqlens")]
+    for given, name in ((tensors[0], "q"), (initial, "initial_state"), (bounds, "cu_seqlens")):
+        if given is None and name == "cu_seqlens":
+            continue
+        if not isinstance(given, Tensor) or given.layout != torch.strided:
+            raise ContractError("prefill", name, "a dense tensor", type(given).__name__)
+    if bounds is not None and bounds.dim() != 1:
+        raise ContractError("prefill", "cu_seqlens", "shape [N + 1]", f"shape {list(bounds.shape)}")
+    N = tensors[0].shape[0] if tensors[0].dim() == 4 else 1
     N = N if bounds is None else bounds.shape[0] - 1
     if initial.dim() != 4 or initial.shape[0] != N:
         expected = f"{N} states, one per sequence"

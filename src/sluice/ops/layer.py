@@ -147,6 +147,9 @@ def _norm_canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
 
 def _step_canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
     """Canonical tensors of ``step``: [N, T, channels], weights [D, W]."""
+    for name in ("conv_state", "state"):
+        if getattr(t, name) is None:
+            raise ContractError("step", name, "a tensor", "NoneType")
     taps = conv_taps("step", t.conv_weight, "conv_weight")
     if t.state.dim() != 4:
         expected = "4 dimensions [P, HV, V, K]"

@@ -15,7 +15,9 @@ from sluice.contract.spec import NormSpec
 def rms_norm_gated(p: NormSpec, t: Any) -> None:
     """Serve ``rms_norm_gated``."""
     dtype = rows.compute_dtype(p.dtype)
-    t.out.copy_(gated_norm(t.x.to(dtype), t.z.to(dtype), t.weight.to(dtype), float(p.eps), p.activation))
+    t.out.copy_(
+        gated_norm(t.x.to(dtype), t.z.to(dtype), t.weight.to(dtype), float(p.eps), p.activation)
+    )
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
