@@ -59,3 +59,15 @@ def test_what_only_looks_suspicious_runs(strided):
     assert bool((run()[1] == 0).all())
     changed = (pool != before).flatten(1).any(1)
     assert changed.tolist() == [True, False, True, False]
+
+
+def test_after_a_call_that_only_looked_suspicious_values_are_looked_at_again():
+    slots, g = torch.tensor([2, -1, 0]), torch.zeros(3, 1, 2)
+    g[1] = torch.nan
+    run, pool = decode(slots=slots, g=g)
+    run()
+    before = pool.clone()
+    slots[1] = 1  # the same tensors; the row of NaN is no longer padded
+    with pytest.raises(ContractError, match="g: expected"):
+        run()
+    assert torch.equal(pool, before)
