@@ -122,6 +122,9 @@ def test_a_step_has_both_states(name):
     call |= {"state": _state(3), name: None}
     with pytest.raises(ContractError, match=f"step: {name}: expected a tensor"):
         sluice.step(**call)
+    call |= {"conv_state": torch.zeros(3, 32, 3), "state": _state(3)[..., :0]}
+    with pytest.raises(ContractError, match="step: state: expected at least one head and width"):
+        sluice.step(**call)
 
 
 @pytest.mark.parametrize(("name", "value"), [("z", 3), ("weight", "w"), ("x", ())])

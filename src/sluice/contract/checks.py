@@ -161,6 +161,8 @@ def step(spec: StepSpec) -> None:
     require(state.dim() == 4, "state", "4 dimensions [P, HV, V, K]", f"shape {list(state.shape)}")
     N, T, packed = qkv.shape
     HV, V, K = spec.HV, spec.V, spec.K
+    sizes = f"{HV} heads of {V} x {K}"
+    require(min(HV, V, K) > 0, "state", "at least one head and width", sizes)
     most = MAX_DECODE_TOKENS
     require(most >= T, "qkvz", f"at most {most} tokens per row", f"T={T}")
     require.tensor(qkv, "qkvz", (N, T, packed), FLOATS)
