@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -364,6 +365,18 @@ def geometry_of(
     )
 
 
+def check_options(slots: int, state_layout: str, conv_order: str, reserve_slot_0: bool) -> None:
+    """Require options of a pool that are possible."""
+    arguments.instance("StatePool", "reserve_slot_0", reserve_slot_0, bool, "True or False")
+    arguments.integer("StatePool", "slots", slots, 1 + reserve_slot_0)
+    if not isinstance(state_layout, str) or state_layout not in ("vk", "kv"):
+        got = arguments.shown(state_layout)
+        raise ContractError("StatePool", "state_layout", "'vk' or 'kv'", got)
+    if not isinstance(conv_order, str) or conv_order not in ("dl", "ld"):
+        got = arguments.shown(conv_order)
+        raise ContractError("StatePool", "conv_order", "'dl' or 'ld'", got)
+
+
 def _shape(model: Model) -> QwenShape:
     """The shape of whatever names or describes a model."""
     if isinstance(model, QwenShape):
@@ -397,3 +410,10 @@ def _activations(model: Model) -> torch.dtype:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape[1:])} {tensor.dtype} on {tensor.device}"
+
+
+def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and last row of each contiguous run in ascending ``rows``."""
+    for _, run in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        members = [int(row) for _, row in run]
+        yield members[0], members[-1]

@@ -32,9 +32,11 @@ from sluice.state_geometry import (
     Model,
     PoolGeometry,
     StateSnapshot,
+    check_options,
     geometry_of,
     header,
     parse_bytes,
+    runs,
 )
 
 __all__ = [
@@ -131,7 +133,7 @@ class StatePool:
         reserve_slot_0: bool = False,
     ) -> None:
         arguments.instance("StatePool", "geometry", geometry, PoolGeometry, "a PoolGeometry")
-        _check_options(slots, state_layout, conv_order, reserve_slot_0)
+        check_options(slots, state_layout, conv_order, reserve_slot_0)
         device = arguments.device("StatePool", device)
         conv_tail, state_tail = list(geometry.conv_shape), list(geometry.state_shape)
         if conv_order == "ld":
@@ -219,7 +221,7 @@ class StatePool:
                 raise ContractError("from_tensors", "recurrent", expected, len(recurrent))
             parts = [(c.unsqueeze(0), s.unsqueeze(0)) for c, s in zip(conv, recurrent, strict=True)]
         geometry = geometry_of(parts, state_layout, conv_order, tag)
-        _check_options(parts[0][1].shape[1], state_layout, conv_order, reserve_slot_0)
+        check_options(parts[0][1].shape[1], state_layout, conv_order, reserve_slot_0)
         pool = cls.__new__(cls)
         pool._bind(geometry, parts, state_layout, conv_order, reserve_slot_0)
         return pool
@@ -339,7 +341,7 @@ class StatePool:
         Raises :class:`PoolExhaustedError`, having taken none, when fewer are free.
         """
         with self._lock, self._taking("allocate", n) as new:
-            for first, last in _runs(new):
+            for first, last in runs(new):
                 for tensor in self._tensors:
                     tensor[:, first : last + 1].zero_()
             return new
@@ -588,25 +590,7 @@ class StatePool:
         return [int(row) for row in rows]
 
 
-def _check_options(slots: int, state_layout: str, conv_order: str, reserve_slot_0: bool) -> None:
-    arguments.instance("StatePool", "reserve_slot_0", reserve_slot_0, bool, "True or False")
-    arguments.integer("StatePool", "slots", slots, 1 + reserve_slot_0)
-    if not isinstance(state_layout, str) or state_layout not in ("vk", "kv"):
-        got = arguments.shown(state_layout)
-        raise ContractError("StatePool", "state_layout", "'vk' or 'kv'", got)
-    if not isinstance(conv_order, str) or conv_order not in ("dl", "ld"):
-        got = arguments.shown(conv_order)
-        raise ContractError("StatePool", "conv_order", "'dl' or 'ld'", got)
-
-
 def _require_count(slots: int, sequences: int) -> None:
     if slots != sequences:
         expected = f"{sequences} slots, one for each sequence of the snapshot"
         raise ContractError("restore", "slots", expected, slots)
-
-
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and last row of each contiguous run in ascending ``rows``."""
-    for _, run in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
-        members = [int(row) for _, row in run]
-        yield members[0], members[-1]

@@ -133,10 +133,11 @@ class QwenShape:
         >>> preset("qwen3.5-397b-a17b").shard(16).num_k_heads
         1
         """
-        arguments.integer("shard", "tp", tp, 1)
-        if self.num_k_heads % tp or self.num_v_heads % tp:
+        whole = isinstance(tp, int) and not isinstance(tp, bool) and tp > 0
+        if not whole or self.num_k_heads % tp or self.num_v_heads % tp:
             heads = f"{self.num_k_heads} key heads and {self.num_v_heads} value heads"
-            raise ContractError("shard", "tp", f"a divisor of {heads} of {self.name}", tp)
+            expected = f"a divisor of {heads} of {self.name}"
+            raise ContractError("shard", "tp", expected, arguments.shown(tp))
         return replace(
             self,
             num_k_heads=self.num_k_heads // tp,

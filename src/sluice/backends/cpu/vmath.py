@@ -6,7 +6,6 @@ from sluice.backends.cpu.jit import jit_inline
 from sluice.backends.cpu.simd import fma, keep_nan, pow2, times_pow2, vabs, vmax, vmin, vround
 
 LOG2E = 1.4426950408889634
-LOG2E_HIGH, LOG2E_LOW = 1.4426950216293335, 1.925963033500011e-8  # float32, and what it leaves
 LN2_HIGH = 0.693359375
 LN2_LOW = -2.12194440e-4
 EXP_LOW, EXP_HIGH = -104.0, 89.0  # beyond these float32 gives 0 and infinity
@@ -15,38 +14,36 @@ NORMAL = 87.0  # exp of up to this, and its inverse, are normal numbers
 
 
 @jit_inline
-def vexp(x):
-    """exp(x): a polynomial on |r| <= ln(2) / 2."""
-    clamped = vmin(vmax(x, EXP_LOW), EXP_HIGH)
-    n = vround(clamped * LOG2E)
+def _exp_rest(clamped, n):
+    """exp(clamped) / 2**n: a polynomial on |r| <= ln(2) / 2."""
     r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, clamped))
     poly = fma(r, 1.9875691500e-4, 1.3981999507e-3)
     poly = fma(poly, r, 8.3334519073e-3)
     poly = fma(poly, r, 4.1665795894e-2)
     poly = fma(poly, r, 1.6666665459e-1)
     poly = fma(poly, r, 5.0000001201e-1)
-    poly = fma(poly, r * r, r) + 1.0
+    return fma(poly, r * r, r) + 1.0
+
+
+@jit_inline
+def vexp(x):
+    """exp(x)."""
+    clamped = vmin(vmax(x, EXP_LOW), EXP_HIGH)
+    n = vround(clamped * LOG2E)
     # 2**n in two factors: n reaches -150, below the smallest normal exponent.
     half = vround(n * 0.5)
-    return keep_nan(poly * pow2(half) * pow2(n - half), x)
+    return keep_nan(_exp_rest(clamped, n) * pow2(half) * pow2(n - half), x)
 
 
 @jit_inline
 def _vexp_minus(x):
-    """exp(-x), kept between 1e-38 and 1e38; a NaN becomes the largest.
+    """exp(-x), kept between 1e-38 and 1e38; a NaN becomes the smallest.
 
-    -x log2(e) is a whole number n and a rest of 1/2 at most, whose power of 2 is a polynomial. A
-    sum with ROUND has n in its last bits, from which 2**n is made.
+    A sum with ROUND has a whole number in its last bits, from which 2**n is made.
     """
-    clamped = vmin(vmax(x, -NORMAL), NORMAL)
-    shifted = fma(clamped, -LOG2E_HIGH, ROUND)
-    rest = fma(clamped, -LOG2E_LOW, fma(clamped, -LOG2E_HIGH, ROUND - shifted))
-    poly = fma(rest, 1.5345778956543654e-4, 1.3399957679212093e-3)
-    poly = fma(poly, rest, 9.618489071726799e-3)
-    poly = fma(poly, rest, 5.550328642129898e-2)
-    poly = fma(poly, rest, 2.4022646248340607e-1)
-    poly = fma(poly, rest, 6.931471824645996e-1)
-    return times_pow2(fma(poly, rest, 1.0), shifted)
+    clamped = vmin(vmax(x * -1.0, -NORMAL), NORMAL)
+    shifted = fma(clamped, LOG2E, ROUND)
+    return times_pow2(_exp_rest(clamped, shifted - ROUND), shifted)
 
 
 @jit_inline
