@@ -6,6 +6,7 @@ import contextlib
 import logging
 
 import pytest
+import torch
 
 from sluice.backends.triton import toolchain
 from sluice.testing.inputs import nan_empty
@@ -45,6 +46,15 @@ def _nothing_is_clean():
     """Reliability row 24: every torch.empty holds NaN, so that a missing store shows."""
     with nan_empty():
         yield
+
+
+@pytest.fixture
+def two_threads():
+    """torch has two threads in this test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 class _Deaf(list):

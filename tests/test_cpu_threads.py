@@ -22,14 +22,6 @@ threads = pytest.importorskip("sluice.backends.cpu.threads")
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def bound_anew(two_threads):
     """Calls are bound with what a test puts in place of threads, and again after it."""
     calls.forget()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,9 @@ import torch
 import sluice
 from sluice import calls, torch_private
 from sluice.backends import cuda_driver
-from tests.gpu import fake_driver
 
 LOST, ILLEGAL, OUT_OF_MEMORY = 46, 700, 2  # CUDA_ERROR_DEVICE_UNAVAILABLE, _ILLEGAL_ADDRESS, ...
 SOURCES = Path(__file__).parents[2] / "src"
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
-    pytest.importorskip("triton")
-    from sluice.backends import triton
-
-    if triton.interpreted():
-        pytest.skip("nothing is launched by the driver there")
-    yield fake_driver.install(monkeypatch)
-    calls.forget()
 
 
 def prompt(seed: int = 0) -> dict[str, Any]:

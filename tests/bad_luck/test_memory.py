@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import sluice
-from sluice import calls, open_drafts
+from sluice import open_drafts
 from sluice.state_pool import PoolGeometry, StatePool
 from sluice.testing import cases
 from sluice.testing.case import Case, whole_storage
 from tests.bad_luck.luck import Scarce
-from tests.gpu import fake_driver
 
 OPS = ("prefill", "decode", "verify", "causal_conv1d", "conv_qkv", "rms_norm_gated", "step")
 MOST = 6
@@ -79,17 +77,6 @@ def test_plain_torch_without_memory_is_an_error_and_other_rows_are_as_they_were(
 
 
 # ---- a GPU's path, with a driver that keeps what it is given -------------------------------------
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_driver.Driver]:
-    pytest.importorskip("triton")
-    from sluice.backends import triton
-
-    if triton.interpreted():
-        pytest.skip("nothing is launched by the driver there")
-    yield fake_driver.install(monkeypatch)
-    calls.forget()
 
 
 def prompt() -> dict[str, Any]:

@@ -17,14 +17,6 @@ from tests.bad_luck.luck import in_child
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def step(state: torch.Tensor, backend: str | None = None) -> torch.Tensor:
     """One decode of 32 heads: work for several threads, and too little for torch to use any."""
     gen = torch.Generator().manual_seed(1)
