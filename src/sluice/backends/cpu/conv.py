@@ -29,7 +29,7 @@ from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import Share, with_zeros
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.llvm import ELEMENT_BYTES, F16, LANES
-from sluice.backends.cpu.memory import address_of, release
+from sluice.backends.cpu.memory import fence, release
 from sluice.backends.cpu.params import PARAMS
 from sluice.backends.cpu.scratch_rows import fill, read_index, round_up
 from sluice.backends.cpu.threads import tasks_of
@@ -105,12 +105,11 @@ def task(p, c, unit, first):
     while t < end:
         m = min(TOKENS, end - t)
         after, to = after_pass(p, at, t0, t + m, end, count), out + t * p.y_t
-        if direct and m >= GROUP and straight:
+        if direct and m >= GROUP:
             address = p.y + to * ELEMENT_BYTES[p.io]
-            convolve_rows(p, c, at, t, m, count, after, address, p.y_t, 0)
-        elif direct and m >= GROUP:
-            convolve_rows(p, c, at, t, m, count, after, address_of(c.y), c.width, 1)
-            store_lines(p, c, to, m, count)
+            convolve_rows(p, c, at, t, m, count, after, address, p.y_t, not straight)
+            if not straight:
+                store_lines(p, c, to, m, count)
         else:
             if direct:  # the last tokens of a sequence
                 load_weights(p, c, 0, first, count)
@@ -164,6 +163,7 @@ def conv_kernel(block):
     for i in tasks_of(p):
         unit, index = in_order(p, i, blocks)
         task(p, c, unit, index * CHANNELS)
+    fence()
     release(memory)
 
 

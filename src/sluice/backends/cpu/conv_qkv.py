@@ -22,12 +22,12 @@ from sluice.backends.cpu.conv_lines import (
     start_window,
 )
 from sluice.backends.cpu.conv_rows import GROUP, convolve_rows, deal_taps, serves_rows
-from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.jit import jit, jit_inline
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind as bind_kernel
 from sluice.backends.cpu.launch import with_zeros
-from sluice.backends.cpu.llvm import BF16, ELEMENT_BYTES, F16, F32, LANES
-from sluice.backends.cpu.memory import address_of, release
+from sluice.backends.cpu.llvm import BF16, ELEMENT_BYTES, F16, F32, LANES, LINE
+from sluice.backends.cpu.memory import address_of, fence, release
 from sluice.backends.cpu.operands import L2_EPS
 from sluice.backends.cpu.params import PARAMS
 from sluice.backends.cpu.scratch_rows import (
@@ -43,6 +43,7 @@ from sluice.backends.cpu.scratch_rows import (
 )
 from sluice.backends.cpu.simd import get, load, pointer, put, splat, store
 from sluice.backends.cpu.threads import tasks_of
+from sluice.backends.cpu.tiles import load_rows, stream_runs
 from sluice.backends.cpu.vmath import vexp, vsigmoid, vsoftplus
 from sluice.contract import values
 from sluice.contract.spec import ConvQkvSpec
@@ -79,6 +80,13 @@ def _target(p, section, batch, token, head):
     return p.v, batch * p.v_b + token * p.v_t + head * p.v_h, p.v_t
 
 
+@jit_inline
+def _scale_past(to, row, n, factor):
+    """`scale_row` to memory past the caches."""
+    for i in range(0, n, LANES):
+        stream_runs(to, i, 0, load_rows(row, i, LANES, 1) * factor, 1)
+
+
 @jit
 def _store_heads(p, c, section, batch, token, head, heads, tokens):
     """Lines of results to q, k or v, normalised."""
@@ -92,7 +100,11 @@ def _store_heads(p, c, section, batch, token, head, heads, tokens):
                 fill_tail(row, width)
                 factor = 1.0 / math.sqrt(sum_squares(row, n) + L2_EPS)
                 if p.io == F32 and n == width:
-                    scale_row(pointer(address, F32) + at, row, n, factor)
+                    to = pointer(address, F32) + at
+                    if p.far and address_of(to) % LINE == 0:
+                        _scale_past(to, row, n, factor)
+                    else:
+                        scale_row(to, row, n, factor)
                     continue
                 if p.io == BF16 and n == width:
                     scale_row(pointer(address, BF16) + at, row, n, factor)
@@ -152,13 +164,12 @@ def task(p, c, unit, block):
     while t < end:
         m = min(TOKENS, end - t)
         after = after_pass(p, at, t0, t + m, end, count)
-        if direct and m >= GROUP and straight:
+        if direct and m >= GROUP:
             address, to, stride = _target(p, section, batch, start + t, head)
             address += to * ELEMENT_BYTES[p.io]
-            convolve_rows(p, c, at, t, m, count, after, address, stride, 0)
-        elif direct and m >= GROUP:
-            convolve_rows(p, c, at, t, m, count, after, address_of(c.y), c.width, 1)
-            _store_heads(p, c, section, batch, start + t, head, heads, m)
+            convolve_rows(p, c, at, t, m, count, after, address, stride, not straight)
+            if not straight:
+                _store_heads(p, c, section, batch, start + t, head, heads, m)
         else:
             if direct:  # the last tokens of a sequence
                 load_weights(p, c, 0, first, count)
@@ -248,6 +259,7 @@ def conv_qkv_kernel(block):
             task(p, c, unit, index)
         else:
             gates_task(p, c, unit)
+    fence()
     release(memory)
 
 

@@ -13,23 +13,23 @@ import functools
 
 from sluice.backends.cpu.delta import Function
 from sluice.backends.cpu.jit import jit, jit_as, jit_inline
-from sluice.backends.cpu.llvm import BF16, ELEMENT_BYTES, F16, F32, LANES
+from sluice.backends.cpu.llvm import BF16, ELEMENT_BYTES, F16, F32, LANES, LINE
 from sluice.backends.cpu.memory import address_of
 from sluice.backends.cpu.products import taps
 from sluice.backends.cpu.scratch_rows import deal_factors
 from sluice.backends.cpu.simd import load, pointer
 from sluice.backends.cpu.tiles import (
+    STREAMS,
     column,
     gathered,
     load_rows,
     load_runs,
-    pair,
-    pick,
     prefetch,
     store_rows,
     store_runs,
+    stream_runs,
 )
-from sluice.backends.cpu.vmath import vsilu
+from sluice.backends.cpu.vmath import ROWS, silu_rows
 
 TAPS = 4  # the W of every model
 GROUP = 4  # tokens at a time
@@ -37,14 +37,14 @@ PAIR = 2 * LANES  # channels of one pass
 
 
 @jit_inline
-def _put(y, at, both):
-    """Store a pair of vectors; a NaN among dealt ones stays one (`deal_factors`)."""
-    store_runs(y, at, 0, both, 1, 1)
+def _put(y, at, y_t, rows):
+    """Store rows of pairs of vectors; a NaN among dealt ones stays one (`deal_factors`)."""
+    store_runs(y, at, y_t, rows, ROWS, 1)
 
 
 @jit_inline
-def _put_gathered(y, at, both):
-    store_runs(y, at, 0, gathered(both), 1, 0)
+def _put_gathered(y, at, y_t, rows):
+    store_runs(y, at, y_t, gathered(rows), ROWS, 0)
 
 
 @functools.cache
@@ -55,34 +55,42 @@ def _group(code: int, out: int) -> Function:
     these rows. One loop for both needs twice as many registers as some machines have.
 
     `soon` is the address of the inputs that are needed next, row by row as far apart as x's, and
-    `late` that of y.
+    `late` that of rows `late_t` bytes apart where results will go next. With `past`, y is a
+    multiple of cache lines, and results go to memory past the caches: nothing has to be read
+    before they are written.
     """
-    size, size_out, taken = ELEMENT_BYTES[code], ELEMENT_BYTES[out], GROUP + TAPS - 1
+    size, taken = ELEMENT_BYTES[code], GROUP + TAPS - 1
+    lines = max(PAIR * size // LINE, 1)
     put = _put_gathered if code == BF16 and out == F32 else _put
-    copied = code == BF16
+    copied, streams = code == BF16, STREAMS and code == out
 
     @jit_as("conv_group", code, out)
-    def group(c, x, x_t, raw, y, y_t, n, silu, soon, late):
+    def group(c, x, x_t, raw, y, y_t, n, silu, soon, late, late_t, past):
         weight, bias, ld, last = c.weight, c.bias, c.width, c.weight + LANES
         for i in range(0, n, PAIR):
             for r in range(GROUP):
-                prefetch(soon + (r * x_t + i) * size, 1, 2)
-                prefetch(late + (r * y_t + i) * size_out, 1, 2)
+                prefetch(soon + (r * x_t + i) * size, lines, 2)
             inputs = load_runs(x, i, x_t, taken, 2)
             a = taps(column(inputs, 0, 2), load_rows(weight, i, ld, TAPS), load(bias, i))
             j = i + LANES
             b = taps(column(inputs, 1, 2), load_rows(last, i, ld, TAPS), load(bias, j))
             store_rows(raw, i, ld, a)
             store_rows(raw, j, ld, b)
-        if silu:
-            for r in range(GROUP):
+        for r in range(0, GROUP, ROWS):
+            if silu and past and streams:
                 for i in range(0, n, PAIR):
-                    both = load_rows(raw, r * ld + i, LANES, 2)
-                    put(y, r * y_t + i, pair(vsilu(pick(both, 0)), vsilu(pick(both, 1))))
-        elif copied or late != address_of(raw):
-            for r in range(GROUP):
+                    made = silu_rows(load_runs(raw, r * ld + i, ld, ROWS, 2))
+                    stream_runs(y, r * y_t + i, y_t, made, ROWS)
+            elif silu:
                 for i in range(0, n, PAIR):
-                    put(y, r * y_t + i, load_rows(raw, r * ld + i, LANES, 2))
+                    for j in range(r, r + ROWS):
+                        prefetch(late + j * late_t + i * size, lines, 2)
+                    put(y, r * y_t + i, y_t, silu_rows(load_runs(raw, r * ld + i, ld, ROWS, 2)))
+            elif copied or address_of(y) != address_of(raw):
+                for i in range(0, n, PAIR):
+                    for j in range(r, r + ROWS):
+                        prefetch(late + j * late_t + i * size, lines, 2)
+                    put(y, r * y_t + i, y_t, load_runs(raw, r * ld + i, ld, ROWS, 2))
 
     return group
 
@@ -108,27 +116,35 @@ def deal_taps(p, c, count):
 
 @jit
 def convolve_rows(p, c, at, t0, tokens, count, next_at, to, y_t, lines):
-    """Results of the tokens from t0 on, at least GROUP of them, to rows from address `to` on.
+    """Results of the tokens from t0 on, at least GROUP of them, to rows at the address `to`.
 
     `at` is the element of x where the sequence's first token begins, `next_at` the one whose rows
-    are needed after these. With `lines` results are float32, else of the type of x, not float16.
+    are needed after these. Rows of results are `y_t` elements apart. With `lines` they go to
+    float32 lines first, from where the caller takes them; else float16 is not served.
     """
     size = ELEMENT_BYTES[p.io]
+    late_t = y_t * size
+    past = p.far and to % LINE == 0 and late_t % LINE == 0
     for g in range(0, tokens, GROUP):
         t = min(g, tokens - GROUP)  # the last group may take some tokens again
-        row, out = at + (t0 + t - TAPS + 1) * p.x_t, t * y_t
+        row = at + (t0 + t - TAPS + 1) * p.x_t
         soon = row + (TAPS - 1 + GROUP) * p.x_t if g + GROUP < tokens else next_at
         soon = p.x + soon * size
-        late, raw = to + out * (4 if lines else size), c.y + t * c.width
-        if p.io == F32:
-            x, y = pointer(p.x, F32) + row, pointer(to, F32) + out
-            GROUP_F32(c, x, p.x_t, raw, y, y_t, count, p.silu, soon, late)
+        late, raw = to + (t + GROUP) * late_t, c.y + t * c.width
+        if p.io == F32 and lines:
+            x = pointer(p.x, F32) + row
+            GROUP_F32(c, x, p.x_t, raw, raw, c.width, count, p.silu, soon, late, late_t, 0)
+        elif p.io == F32:
+            x, y = pointer(p.x, F32) + row, pointer(to, F32) + t * y_t
+            GROUP_F32(c, x, p.x_t, raw, y, y_t, count, p.silu, soon, late, late_t, past)
         elif p.io == BF16 and lines:
-            half, y = pointer(p.x, BF16) + row, pointer(to, F32) + out
-            GROUP_BF16_LINES(c, half, p.x_t, raw, y, y_t, count, p.silu, soon, late)
+            half = pointer(p.x, BF16) + row
+            GROUP_BF16_LINES(
+                c, half, p.x_t, raw, raw, c.width, count, p.silu, soon, late, late_t, 0
+            )
         elif p.io == BF16:
-            half, short = pointer(p.x, BF16) + row, pointer(to, BF16) + out
-            GROUP_BF16(c, half, p.x_t, raw, short, y_t, count, p.silu, soon, late)
+            half, short = pointer(p.x, BF16) + row, pointer(to, BF16) + t * y_t
+            GROUP_BF16(c, half, p.x_t, raw, short, y_t, count, p.silu, soon, late, late_t, past)
         else:
-            small, y = pointer(p.x, F16) + row, pointer(to, F32) + out
-            GROUP_F16(c, small, p.x_t, raw, y, y_t, count, p.silu, soon, late)
+            small = pointer(p.x, F16) + row
+            GROUP_F16(c, small, p.x_t, raw, raw, c.width, count, p.silu, soon, late, late_t, 0)

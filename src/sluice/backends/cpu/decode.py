@@ -58,8 +58,7 @@ VK1, VK2, VK4, VK8 = (block("vk", M) for M in (1, 2, 4, 8))
 KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
 KV_WIDE = block("kv", 1, 8)
 NEAR, FAR = functions(F32)
-NEAR_BF16, FAR_BF16 = functions(BF16)
-NEAR_F16, FAR_F16 = functions(F16)
+NEAR_BF16, NEAR_F16 = functions(BF16)[0], functions(F16)[0]
 MOSTLY = 128  # the K of most models: known when kernels are compiled
 HELD = REGISTERS >= 32  # k and q are held in registers: K is known when kernels are compiled
 
@@ -101,16 +100,10 @@ def _one_token(p, w, source, target):
             NEAR(w, w.beta, s + source, s + target, K, 0, V)
     elif p.state_code == BF16:
         h = pointer(p.state, BF16)
-        if p.far:
-            FAR_BF16(w, w.beta, h + source, h + target, K, 0, V)
-        else:
-            NEAR_BF16(w, w.beta, h + source, h + target, K, 0, V)
+        NEAR_BF16(w, w.beta, h + source, h + target, K, 0, V)
     else:
         f = pointer(p.state, F16)
-        if p.far:
-            FAR_F16(w, w.beta, f + source, f + target, K, 0, V)
-        else:
-            NEAR_F16(w, w.beta, f + source, f + target, K, 0, V)
+        NEAR_F16(w, w.beta, f + source, f + target, K, 0, V)
 
 
 @jit

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sluice.backends.cpu.jit import jit_as
-from sluice.backends.cpu.llvm import LANES, REGISTERS
+from sluice.backends.cpu.llvm import LANES, LINE, REGISTERS
 from sluice.backends.cpu.products import inner, lower_product, outer, remainder, scaled, substitute
 from sluice.backends.cpu.simd import get, load, splat
 from sluice.backends.cpu.tiles import (
@@ -45,7 +45,6 @@ Function = Callable[..., Any]
 MOST = 8  # tokens at once
 LD = 8  # row stride of KKg and QKg
 BLOCK_V = 2 * LANES  # columns (or rows, in "vk") taken at a time
-LINE = 64  # bytes of a cache line
 TILE = 16 if REGISTERS >= 32 else 8  # accumulators that leave room for operands
 
 

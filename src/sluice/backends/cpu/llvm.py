@@ -12,10 +12,13 @@ from sluice.backends.cpu.numba_private import TARGET
 F32, BF16, F16, F64 = 0, 1, 2, 3
 ELEMENT_BYTES = (4, 2, 2, 8)
 
+LINE = 64  # bytes of a cache line
+
 _arm = TARGET.triple.startswith(("aarch64", "arm64"))
 LANES = 16 if "+avx512f" in TARGET.features else 8 if "+avx" in TARGET.features else 4
 # Vector registers decide how large a tile of accumulators may be before it spills.
 REGISTERS = 32 if "+avx512f" in TARGET.features or _arm else 16
+WORDS = "+avx512bw" in TARGET.features  # 16-bit lanes of two vectors meet in one instruction
 NATIVE_HALF = "+f16c" in TARGET.features or _arm
 
 f32, i16, i32, i64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -122,6 +125,31 @@ def _rounded(builder, value):
     return builder.add(builder.add(bits, constant(bits.type, 0x7FFF)), odd)
 
 
+def _rounded_pair(builder, even, odd, no_nan):
+    """Two dealt vectors as bfloat16 in the order of addresses."""
+    bits = [_rounded(builder, x) for x in (even, odd)]
+    if not no_nan:
+        bits = [_keep_nan(builder, *x) for x in zip(bits, (even, odd), strict=True)]
+    low = builder.lshr(bits[0], constant(bits[0].type, 16))
+    return builder.or_(low, builder.and_(bits[1], constant(low.type, 0xFFFF0000)))
+
+
+def _rounded_words(builder, even, odd):
+    """The same on 16-bit lanes, with two operations less per vector; not of a NaN.
+
+    Upper halves lie in one vector, lower halves in another. A lower half above 0x8000 rounds up,
+    and 0x8000 itself where the upper half is odd.
+    """
+    words = vector_type(2 * LANES, i16)
+    a, b = (builder.bitcast(x, words) for x in (even, odd))
+    lower = [x for i in range(0, 2 * LANES, 2) for x in (i, 2 * LANES + i)]
+    low, high = shuffle(builder, a, b, lower), shuffle(builder, a, b, [x + 1 for x in lower])
+    even = builder.and_(builder.not_(high), constant(words, 1))
+    fn = c_function(builder, f"llvm.usub.sat.v{2 * LANES}i16", words, [words, words])
+    up = builder.lshr(builder.call(fn, [low, even]), constant(words, 15))
+    return builder.add(high, up)
+
+
 def _widen_half(builder, bits):
     """float16 bits (in 32) to float32, where the machine has no such instruction."""
 
@@ -195,24 +223,30 @@ def load_run(builder, code, ptr, index, count):
     return out
 
 
-def store_run(builder, code, ptr, index, vectors, no_nan=False):
-    """Store vectors to consecutive elements, so that `load_run` gives them back."""
+def store_run(builder, code, ptr, index, vectors, no_nan=False, past=False):
+    """Store vectors to consecutive elements, so that `load_run` gives them back.
+
+    With `past` they are whole cache lines, and written to memory past the caches.
+    """
     if code == BF16:
-        for pair in zip(vectors[::2], vectors[1::2], strict=True):
-            even, odd = (_rounded(builder, x) for x in pair)
-            if not no_nan:
-                even, odd = (
-                    _keep_nan(builder, x, y) for x, y in zip((even, odd), pair, strict=True)
-                )
-            even = builder.lshr(even, constant(even.type, 16))
-            raw = builder.or_(even, builder.and_(odd, constant(odd.type, 0xFFFF0000)))
-            where = builder.bitcast(element_at(builder, ptr, index), raw.type.as_pointer())
-            builder.store(raw, where, align=2)
+        for even, odd in zip(vectors[::2], vectors[1::2], strict=True):
+            if no_nan and WORDS:
+                raw = _rounded_words(builder, even, odd)
+            else:
+                raw = _rounded_pair(builder, even, odd, no_nan)
+            _put(builder, ptr, index, raw, 2, past)
             index = builder.add(index, i64(2 * LANES))
         return
     for vector in vectors:
-        store_at(builder, code, ptr, index, vector)
+        _put(builder, ptr, index, _narrow(builder, code, vector), ELEMENT_BYTES[code], past)
         index = builder.add(index, i64(LANES))
+
+
+def _put(builder, ptr, index, raw, align, past):
+    where = builder.bitcast(element_at(builder, ptr, index), raw.type.as_pointer())
+    stored = builder.store(raw, where, align=LINE if past else align)
+    if past:
+        stored.set_metadata("nontemporal", builder.module.add_metadata([i32(1)]))
 
 
 def store_at(builder, code, ptr, index, value):

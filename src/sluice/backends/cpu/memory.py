@@ -46,6 +46,17 @@ def fetch_add(typingctx, address):
 
 
 @intrinsic
+def fence(typingctx):
+    """What was written past the caches is there for other threads before what is written next."""
+
+    def codegen(context, builder, sig, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def nanoseconds(typingctx, clock):
     """The time on a clock that never goes back, from the ``clock_gettime`` at an address."""
 

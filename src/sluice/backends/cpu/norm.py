@@ -30,13 +30,11 @@ from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.tiles import (
     load_rows,
     load_runs,
-    pair,
     pick,
-    store_rows,
     store_runs,
     total,
 )
-from sluice.backends.cpu.vmath import vsigmoid, vsilu
+from sluice.backends.cpu.vmath import ROWS, sigmoid_rows, silu_rows, vsigmoid, vsilu
 from sluice.contract.meta import Meta
 from sluice.contract.spec import NormSpec
 
@@ -72,6 +70,9 @@ def gated_norm(p, x, z, weight):
 @jit_inline
 def _at(row, a, b, c, p):
     """The first element of a row; rows are counted over three dimensions of these strides."""
+    even = b == p.HV * c and (a == p.HK * b or p.N <= p.HV * p.HK)
+    if even:  # a division takes as long as a vector of results
+        return row * c
     return row // (p.HV * p.HK) * a + row // p.HV % p.HK * b + row % p.HV * c
 
 
@@ -81,16 +82,23 @@ def _squares(acc, both):
 
 
 @jit
-def _gates(p, z, gates):
-    """act(z) of one row, to scratch memory: a loop of its own, whose constants are in registers."""
-    if p.sigmoid:
-        for i in range(0, p.V, PAIR):
-            both = load_runs(z, i, 0, 1, 2)
-            store_rows(gates, i, LANES, pair(vsigmoid(pick(both, 0)), vsigmoid(pick(both, 1))))
-    else:
-        for i in range(0, p.V, PAIR):
-            both = load_runs(z, i, 0, 1, 2)
-            store_rows(gates, i, LANES, pair(vsilu(pick(both, 0)), vsilu(pick(both, 1))))
+def _gates(p, z, at, after, gates):
+    """act(z) of ROWS rows, from elements `at` and `after` on, to scratch memory: a loop of its own,
+    whose constants are in registers."""
+    step, apart, apart_to = PAIR, after - at, p.V
+    if ROWS == 2 and apart == p.V:  # one after the other: read in the order of addresses
+        step, apart, apart_to = 2 * PAIR, PAIR, PAIR
+    for i in range(0, p.V // PAIR * step, step):
+        both = load_runs(z, at + i, apart, ROWS, 2)
+        made = sigmoid_rows(both) if p.sigmoid else silu_rows(both)
+        store_runs(gates, i, apart_to, made, ROWS, 1)
+
+
+@jit_inline
+def _scaled(x, at, factor, weight, gates, i):
+    """A pair of results."""
+    both, by = load_runs(x, at + i, 0, 1, 2), load_rows(weight, i, LANES, 2)
+    return by * (both * factor) * load_rows(gates, i, LANES, 2)
 
 
 @jit
@@ -100,22 +108,21 @@ def _in_place(p, x, z, o, weight, gates, first, count):
 
     The squares of the next row are added up meanwhile: a sum alone waits for its own additions.
     """
+    last = first + count - 1
     acc, at = splat(0.0), _at(first, p.q_b, p.q_t, p.q_h, p)
     for i in range(0, p.V, PAIR):
         acc = _squares(acc, load_runs(x, at + i, 0, 1, 2))
     for row in range(first, first + count):
         factor = 1.0 / math.sqrt(total(acc) / p.V + p.eps)
-        acc = splat(0.0)
-        _gates(p, z + _at(row, p.z_b, p.z_t, p.z_h, p), gates)
-        to = o + _at(row, p.o_b, p.o_t, p.o_h, p)
-        after = _at(min(row + 1, first + count - 1), p.q_b, p.q_t, p.q_h, p)
+        acc, made = splat(0.0), (row - first) % ROWS
+        if made == 0:
+            other = _at(min(row + ROWS - 1, last), p.z_b, p.z_t, p.z_h, p)
+            _gates(p, z, _at(row, p.z_b, p.z_t, p.z_h, p), other, gates)
+        to, gate = _at(row, p.o_b, p.o_t, p.o_h, p), gates + made * p.V
+        after = _at(min(row + 1, last), p.q_b, p.q_t, p.q_h, p)
         for i in range(0, p.V, PAIR):
-            both, gate = load_runs(x, at + i, 0, 1, 2), load_rows(gates, i, LANES, 2)
-            by = load_rows(weight, i, LANES, 2)
             acc = _squares(acc, load_runs(x, after + i, 0, 1, 2))
-            one = pick(by, 0) * (pick(both, 0) * factor) * pick(gate, 0)
-            two = pick(by, 1) * (pick(both, 1) * factor) * pick(gate, 1)
-            store_runs(to, i, 0, pair(one, two), 1, 1)
+            store_runs(o, to + i, 0, _scaled(x, at, factor, weight, gate, i), 1, 1)
         at = after
 
 
@@ -128,7 +135,7 @@ def _is_direct(p):
 def task(p, w, first, count):
     """Rows `first` to `first + count`."""
     n = round_up(p.V, LANES)
-    x, z, weight = w, w + n, w + 2 * n
+    x, z, weight = w, w + n, w + (1 + ROWS) * n
     if _is_direct(p) and p.io == F32:
         values, gates = pointer(p.q, F32), pointer(p.z, F32)
         _in_place(p, values, gates, pointer(p.o, F32), weight, z, first, count)
@@ -146,11 +153,12 @@ def task(p, w, first, count):
 def norm_kernel(block):
     p = view(block)
     n = round_up(p.V, LANES)
-    memory = allocate(3 * n * 4 + 64)
+    memory = allocate((2 + ROWS) * n * 4 + 64)
     w = pointer(round_up(memory, 64), F32)
-    load_norm_weight(p, w + 2 * n)
+    weight = w + (1 + ROWS) * n
+    load_norm_weight(p, weight)
     if p.io == BF16 and _is_direct(p):
-        deal_factors(w + 2 * n, n)
+        deal_factors(weight, n)
     for i in tasks_of(p):
         task(p, w, i * p.unit_t, min(p.unit_t, p.N - i * p.unit_t))
     release(memory)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 
-from sluice.backends.cpu.delta import LINE, Function
+from sluice.backends.cpu.delta import Function
 from sluice.backends.cpu.jit import jit_as, jit_inline
-from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES, REGISTERS
+from sluice.backends.cpu.llvm import ELEMENT_BYTES, LANES, LINE, REGISTERS
 from sluice.backends.cpu.memory import address_of
 from sluice.backends.cpu.products import dot_rows, fold_rows
 from sluice.backends.cpu.simd import all_finite, fma, get, splat, store

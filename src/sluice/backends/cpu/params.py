@@ -7,6 +7,7 @@ tensor is all that is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.flo
 DECAYS = {"none": NO_DECAY, "head": HEAD_DECAY, "key": KEY_DECAY}
 
 FAR_BYTES = 24 << 20
-"""States of a call beyond this do not stay in a last-level cache."""
+"""What a call reads and writes does not stay in a last-level cache beyond this."""
 
 TENSORS = {
     # tokens [B, T, H, D], whose last stride is 1
@@ -80,8 +81,8 @@ PARAMS = Fields(
     " ".join(f"{name}_{part}" for name, parts in TENSORS.items() for part in parts.split())
     # what the call computes
     + " io kv T N HQ HK HV K V D W L decay delta raw double normalize silu sigmoid freeze"
-    # how: heads per task, the path for one token, whether states come from memory, tokens of a
-    # unit (of the gated norm: vectors)
+    # how: heads per task, the path for one token, whether states come from memory (of a
+    # convolution: whether results go there), tokens of a unit (of the gated norm: vectors)
     " heads_per_task one_token far unit_t"
     # pool and checkpoints
     " P pad owned columns every"
@@ -242,6 +243,7 @@ def _layers(spec: CommitSpec) -> dict[str, Any]:
 def _conv(spec: ConvSpec | ConvQkvSpec) -> dict[str, Any]:
     return {
         **_sizes(spec, "T N D W L freeze silu"),
+        "far": 2 * math.prod(spec.x.shape) * spec.dtype.itemsize > FAR_BYTES,
         **_pool(spec, owned=not spec.freeze),
         **_checkpoints(spec),
     }
@@ -260,8 +262,12 @@ def _conv_qkv(spec: ConvQkvSpec) -> dict[str, Any]:
 
 
 def _norm(spec: NormSpec) -> dict[str, Any]:
-    sigmoid = spec.activation == "sigmoid"
-    return {"N": spec.vectors, "V": spec.V, "sigmoid": sigmoid, "eps": spec.eps, "trusted": 1}
+    return {
+        **_sizes(spec, "V eps"),
+        "N": spec.vectors,
+        "sigmoid": spec.activation == "sigmoid",
+        "trusted": 1,
+    }
 
 
 def _step(spec: StepSpec) -> dict[str, Any]:

@@ -25,11 +25,14 @@ from sluice.backends.cpu.llvm import (
     call_llvm,
     constant,
     element_at,
+    f32,
     i32,
     like,
     load_at,
+    rows_of,
     splat_of,
     store_at,
+    tile_of,
     vector_type,
 )
 from sluice.backends.cpu.numba_private import AbstractTemplate, infer_global, signature
@@ -151,11 +154,29 @@ def store(typingctx, ptr, index, vector):
 
 
 def _vec_args(args):
-    """The vector type of a binary operation where a scalar operand is spread over the lanes."""
-    if len(args) == 2 and any(isinstance(a, Vec) for a in args):
-        vec = next(a for a in args if isinstance(a, Vec))
-        return signature(vec, *(a if isinstance(a, Vec) else types.float32 for a in args))
+    """The type of a binary operation where a scalar operand is spread over the lanes."""
+    if len(args) == 2 and any(isinstance(a, (Vec, Tile)) for a in args):
+        vec = next(a for a in args if isinstance(a, (Vec, Tile)))
+        return signature(vec, *(a if isinstance(a, (Vec, Tile)) else types.float32 for a in args))
     return None
+
+
+def _by_rows(builder, emit, *args):
+    """`emit` of vectors, or of each row of tiles; scalars are spread over the lanes.
+
+    One operation of all rows comes before the next: where one result waits for the one before, the
+    rows fill the time.
+    """
+    tile = next((a.type for a in args if isinstance(a.type, ir.ArrayType)), None)
+    vec = next((a.type for a in args if isinstance(a.type, ir.VectorType)), None)
+    lanes = vec.count if tile is None else LANES
+    wide = [splat_of(builder, a, lanes) if a.type == f32 else a for a in args]
+    if tile is None:
+        return emit(*wide)
+    columns = [
+        rows_of(builder, a) if isinstance(a.type, ir.ArrayType) else [a] * tile.count for a in wide
+    ]
+    return tile_of(builder, [emit(*row) for row in zip(*columns, strict=True)])
 
 
 def _binary(op, method):
@@ -165,15 +186,11 @@ def _binary(op, method):
             return _vec_args(args)
 
     def lower(context, builder, sig, args):
-        lanes = sig.return_type.lanes
-        spread = [
-            a if isinstance(t, Vec) else splat_of(builder, a, lanes)
-            for a, t in zip(args, sig.args, strict=True)
-        ]
-        return getattr(builder, method)(*spread)
+        return _by_rows(builder, getattr(builder, method), *args)
 
-    for left, right in ((Vec, Vec), (Vec, types.Float), (types.Float, Vec)):
-        lower_builtin(op, left, right)(lower)
+    for kind in (Vec, Tile):
+        for left, right in ((kind, kind), (kind, types.Float), (types.Float, kind)):
+            lower_builtin(op, left, right)(lower)
 
 
 for _op, _method in (
@@ -198,16 +215,14 @@ def splat(typingctx, value):
 @intrinsic
 def fma(typingctx, a, b, c):
     """a * b + c, fused where the machine can; scalars are spread over the lanes."""
-    vec = next((t for t in (a, b, c) if isinstance(t, Vec)), None)
-    want = [t if isinstance(t, Vec) else types.float32 for t in (a, b, c)]
+    vec = next((t for t in (a, b, c) if isinstance(t, (Vec, Tile))), None)
+    want = [t if isinstance(t, (Vec, Tile)) else types.float32 for t in (a, b, c)]
 
     def codegen(context, builder, sig, args):
-        if vec is not None:
-            args = [
-                x if isinstance(t, Vec) else splat_of(builder, x, vec.lanes)
-                for x, t in zip(args, want, strict=True)
-            ]
-        return call_llvm(builder, "fmuladd", args[0].type, *args)
+        def emit(*abc):
+            return call_llvm(builder, "fmuladd", abc[0].type, *abc)
+
+        return emit(*args) if vec is None else _by_rows(builder, emit, *args)
 
     return (vec or types.float32)(*want), codegen
 
@@ -229,9 +244,10 @@ def _minmax(sense):
         """The bound replaces a NaN: as x86's own instruction has it, so this is one there."""
 
         def codegen(context, builder, sig, args):
-            bound = splat_of(builder, args[1], x.lanes)
-            kept = builder.fcmp_ordered(sense, args[0], bound)
-            return builder.select(kept, args[0], bound)
+            def emit(value, bound):
+                return builder.select(builder.fcmp_ordered(sense, value, bound), value, bound)
+
+            return _by_rows(builder, emit, *args)
 
         return x(x, types.float32), codegen
 
@@ -247,7 +263,10 @@ def keep_nan(typingctx, value, x):
     """`value`, or x in the lanes where x is a NaN."""
 
     def codegen(context, builder, sig, args):
-        return builder.select(builder.fcmp_unordered("uno", args[1], args[1]), args[1], args[0])
+        def emit(value, x):
+            return builder.select(builder.fcmp_unordered("uno", x, x), x, value)
+
+        return _by_rows(builder, emit, *args)
 
     return value(value, x), codegen
 
@@ -293,8 +312,11 @@ def times_pow2(typingctx, x, n):
     """x * 2 ** n, where n is a whole number plus 1.5 * 2 ** 23; x and the result are normal."""
 
     def codegen(context, builder, sig, args):
-        value, exponent = (builder.bitcast(a, like(a.type, i32)) for a in args)
-        exponent = builder.shl(exponent, constant(exponent.type, 23))
-        return builder.bitcast(builder.add(value, exponent), args[0].type)
+        def emit(value, exponent):
+            bits, shift = (builder.bitcast(a, like(a.type, i32)) for a in (value, exponent))
+            shift = builder.shl(shift, constant(shift.type, 23))
+            return builder.bitcast(builder.add(bits, shift), value.type)
+
+        return _by_rows(builder, emit, *args)
 
     return x(x, n), codegen

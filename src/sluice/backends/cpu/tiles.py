@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from sluice.backends.cpu.llvm import (
     LANES,
+    LINE,
     i64,
     load_at,
     load_run,
@@ -25,6 +26,8 @@ from sluice.backends.cpu.llvm import (
     vector_type,
 )
 from sluice.backends.cpu.simd import Tile, Vec
+
+STREAMS = 4 * LANES == LINE  # a vector is a whole cache line
 
 
 def _const_int(*kinds):
@@ -117,6 +120,27 @@ def store_runs(typingctx, ptr, index, stride, tile, rows, no_nan):
         return context.get_dummy_value()
 
     return types.void(ptr, types.int64, types.int64, tile, rows, no_nan), codegen
+
+
+@intrinsic(prefer_literal=True)
+def stream_runs(typingctx, ptr, index, stride, tile, rows):
+    """`store_runs` past the caches: runs are whole cache lines, and no element is a NaN.
+
+    Where a run is not a whole line per vector, it is an ordinary store.
+    """
+    if not _const_int(rows):
+        return None
+    R, C = rows.literal_value, tile.rows // rows.literal_value
+
+    def codegen(context, builder, sig, args):
+        base, index, stride, value = args[:4]
+        vectors = rows_of(builder, value)
+        for r in range(R):
+            store_run(builder, ptr.code, base, index, vectors[r * C : (r + 1) * C], True, STREAMS)
+            index = builder.add(index, stride)
+        return context.get_dummy_value()
+
+    return types.void(ptr, types.int64, types.int64, tile, rows), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -334,16 +358,19 @@ def dealt(typingctx, pair):
 
 
 @intrinsic
-def gathered(typingctx, pair):
-    """What was `dealt`, in its order."""
+def gathered(typingctx, pairs):
+    """What was `dealt`, in its order; one pair or several."""
     order = [lane for i in range(LANES) for lane in (i, LANES + i)]
+    halves = (order[:LANES], order[LANES:])
 
     def codegen(context, builder, sig, args):
-        a, b = rows_of(builder, args[0])
-        halves = (order[:LANES], order[LANES:])
-        return tile_of(builder, [shuffle(builder, a, b, lanes) for lanes in halves])
+        rows = rows_of(builder, args[0])
+        both = zip(rows[::2], rows[1::2], strict=True)
+        return tile_of(
+            builder, [shuffle(builder, a, b, lanes) for a, b in both for lanes in halves]
+        )
 
-    return pair(pair), codegen
+    return pairs(pairs), codegen
 
 
 # -- sums and transposes ------------------------------------------------------------------------
