@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sluice import dispatch, large_pages, open_drafts, torch_private
+from sluice import dispatch, open_drafts, torch_private
 from sluice.contract import require
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.contract.meta import Meta, apart
@@ -85,8 +85,6 @@ class Bound(NamedTuple):
     choice: dispatch.Choice
     buffers: Buffers | None = None
     """Those that the caller gave for results, if any."""
-    large: tuple[int, ...] = ()
-    """Places of outputs on a CPU for which large pages are asked."""
 
 
 _only_checked: ContextVar[list[Checked] | None] = ContextVar("sluice_only_checked", default=None)
@@ -176,8 +174,6 @@ def run(
             else:
                 x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 tensors[i] = x.zero_() if zeros else x
-        for i in bound.large:
-            large_pages.ask(tensors[i])  # type: ignore[arg-type]
         choice = bound.choice
         if choice.special or validating():
             choice = choice.ready(tensors, validating())
@@ -200,12 +196,11 @@ def _bind(
     described = tuple(None if m is None else Meta(*m) for m in metas)
     spec, outputs = _describe(op, described, options, form)
     choice = dispatch.choose(spec, backend, op.check_values)
-    large = tuple(x.place for x in outputs if large_pages.serves(x))
     buffers = Buffers(op, described)
     if not buffers.pairs:
-        return Bound(spec, outputs, choice, None, large)
+        return Bound(spec, outputs, choice)
     choice.watch(buffers)
-    return Bound(spec, outputs, choice, buffers, large)
+    return Bound(spec, outputs, choice, buffers)
 
 
 class Buffers:
