@@ -19,12 +19,14 @@ from sluice.testing import cases
 
 pytest.importorskip("numba")
 threads = pytest.importorskip("sluice.backends.cpu.threads")
+launch = pytest.importorskip("sluice.backends.cpu.launch")
 
 
 @pytest.fixture
-def bound_anew(two_threads):
+def bound_anew(two_threads, monkeypatch):
     """Calls are bound with what a test puts in place of threads, and again after it."""
     calls.forget()
+    monkeypatch.setattr(launch, "SHORT", 0)  # the cases are short
     before = list(threads.CROWD)
     threads.CROWD[:] = [0, 0, 0, threads.CREDIT]
     yield
@@ -183,6 +185,17 @@ def test_long_work_keeps_the_whole_team(team):
     assert team.counts == [2, 2]
     run()
     assert team.counts == [2, 2, 2]
+
+
+@pytest.mark.parametrize("op", ["causal_conv1d", "conv_qkv", "rms_norm_gated"])
+def test_a_short_call_has_no_team(op, team, monkeypatch):
+    run = _first_case(op)
+    expected = run()
+    assert team.counts == [2]
+    monkeypatch.setattr(launch, "SHORT", 1 << 60)
+    calls.forget()
+    _assert_same_bits(run(), expected)
+    assert team.counts == [2]
 
 
 def test_the_number_of_threads_is_torchs_at_once(team):

@@ -7,6 +7,8 @@ others straight from memory to memory (conv_rows.py).
 
 from __future__ import annotations
 
+import math
+
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, locate, span, state_rows
 from sluice.backends.cpu.conv_lines import (
@@ -172,5 +174,6 @@ KERNEL = Kernel("causal_conv1d", conv_kernel)
 
 def bind(spec: ConvSpec) -> Launch:
     """A launch of ``causal_conv1d``."""
-    launch = bind_kernel(KERNEL, spec, share_units(spec, blocks_of(spec.D)), values.conv)
+    share, elements = share_units(spec, blocks_of(spec.D)), math.prod(spec.x.shape)
+    launch = bind_kernel(KERNEL, spec, share, values.conv, elements)
     return with_zeros(launch, spec, "out")

@@ -270,5 +270,6 @@ def bind(spec: ConvQkvSpec) -> Launch:
     """A launch of ``conv_qkv``."""
     each_k, each_v = (max(CHANNELS // d, 1) if d % LANES == 0 else 1 for d in (spec.K, spec.V))
     blocks = 2 * -(-spec.HK // each_k) + -(-spec.HV // each_v)
-    launch = bind_kernel(KERNEL, spec, share_units(spec, blocks + 1), values.conv)
+    share, elements = share_units(spec, blocks + 1), math.prod(spec.x.shape)
+    launch = bind_kernel(KERNEL, spec, share, values.conv, elements)
     return with_zeros(launch, spec, "q", "k", "v", "g", "beta")

@@ -7,6 +7,7 @@ block that no other call uses, writes the addresses, and calls the entry: it loo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -67,10 +68,20 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def bind(kernel: Kernel, spec: Any, share: Share, check: Check) -> Launch:
+SHORT = 16384
+"""Elements that a convolution or a norm makes in less time than a team needs to start and end."""
+_HOLDING = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+"""Of a function that keeps Python's lock: to give it back and wait for it takes longer than a short
+call, where other threads want it too."""
+
+
+def bind(
+    kernel: Kernel, spec: Any, share: Share, check: Check, elements: int | None = None
+) -> Launch:
     """A launch of an operator's kernel.
 
     ``check`` is asked when values look suspicious, and always where checkpoints are kept.
+    ``elements``: how many it makes, if a short call is to have one thread.
     """
     values, sources, copied = constants(spec), {}, {}
     for field, name in sources_of(spec).items():
@@ -89,7 +100,7 @@ def bind(kernel: Kernel, spec: Any, share: Share, check: Check) -> Launch:
         values["trusted"] = 1
     dense = {spec.TENSORS[i]: meta.new_empty(*meta.shape) for i, meta in copied.items()}
     launch = bind_fields(
-        kernel, PARAMS, values, sources, share, _asking(check, replace(spec, **dense))
+        kernel, PARAMS, values, sources, share, _asking(check, replace(spec, **dense)), elements
     )
     if copied:
         launch = with_copies(launch, copied)
@@ -112,14 +123,17 @@ def bind_fields(
     sources: Mapping[str, int],
     share: Share,
     check: Launch = lambda tensors: None,
+    elements: int | None = None,
 ) -> Launch:
     """A launch of a kernel whose blocks have these fields.
 
     Args:
         values: of all fields but addresses and what ``share`` says.
         sources: for each address field that is set, the index of its tensor.
+        elements: how many the call makes, if a short one is to have one thread.
     """
-    enter, worker = ENTRY.function, kernel.address
+    short = elements is not None and elements <= SHORT
+    enter, worker = _HOLDING(ENTRY.address) if short else ENTRY.function, kernel.address
     given = [field for field in fields.addresses if field in sources]
     layout, start = fields.address_struct(given)
     put_addresses = layout.pack_into
@@ -129,6 +143,7 @@ def bind_fields(
     threads_of_torch = torch.get_num_threads
 
     def block_for(team: int) -> Block:
+        team = 1 if short else team
         head = {
             "team": team,
             "worker": worker,

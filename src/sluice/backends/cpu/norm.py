@@ -193,7 +193,8 @@ def bind(spec: NormSpec) -> Launch:
             values |= {"HK": meta.shape[1], "HV": meta.shape[2]}
         values |= describe(field, meta)
         sources[field] = index
-    launch = bind_fields(KERNEL, PARAMS, values, sources, share_vectors(spec.vectors))
+    elements, share = spec.vectors * spec.V, share_vectors(spec.vectors)
+    launch = bind_fields(KERNEL, PARAMS, values, sources, share, elements=elements)
     return with_copies(launch, copied, spec.TENSORS.index("out")) if copied else launch
 
 
