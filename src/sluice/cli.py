@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument(
         "--slots-dtype", choices=("int64", "int32"), default="int64", help="(int64)"
     )
-    tokens = "tokens a row with drafts, as engines keep them (none)"
+    tokens = "tokens per row with drafts, as engines keep them (none)"
     warmup.add_argument("--drafts", type=_count, default=0, metavar="T", help=tokens)
     warmup.add_argument("--checkpoints", action="store_true", help="what prefix caching needs, too")
     warmup.set_defaults(command=_warmup)

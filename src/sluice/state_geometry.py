@@ -398,7 +398,9 @@ def _activations(model: Model) -> torch.dtype:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
     for config in (get(model, "text_config"), model):
-        for name in ("dtype", "torch_dtype"):
+        # transformers warns where its old name is asked for
+        new = not isinstance(config, Mapping) and hasattr(config, "dtype")
+        for name in ("dtype",) if new else ("dtype", "torch_dtype"):
             if (found := get(config, name)) is not None:
                 found = _DTYPES.get(str(found).removeprefix("torch."))
                 if found is None:
