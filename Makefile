@@ -160,7 +160,7 @@ audit: $(VENV)/.torch-stamp  ## known vulnerabilities of the pinned versions; ne
 LONG_PY = $(if $(filter cpu,$(DEVICE)),$(PY),$(PYTHON))
 $(if $(filter cpu,$(DEVICE)),runs load: $(VENV)/.dev-stamp)
 
-runs:  ## an engine of dice beside an oracle: STEPS=1000000 steps from SEED=1000 on; DEVICE=cuda
+runs:  ## random long runs compared with an oracle: STEPS=1000000 steps from SEED=1000 on; DEVICE=cuda
 	$(ONE_THREAD) PYTHONPATH=src $(LONG_PY) -m tests.runs --steps $(STEPS) --seed $(SEED) --device $(DEVICE)
 
 wrong-calls: $(VENV)/.dev-stamp  ## CALLS=50000 wrong calls of every function and command, from SEED on

@@ -96,6 +96,16 @@ def test_a_conv_window_has_the_dtype_of_the_models_activations(said, want):
     assert given.geometry.conv_dtype == torch.bfloat16
 
 
+def test_the_old_name_of_a_dtype_is_not_asked_of_a_config_that_warns_of_it():
+    class Deprecating(Config):
+        @property
+        def torch_dtype(self):
+            raise AssertionError("torch_dtype is deprecated")
+
+    pool = sluice.StatePool.for_model(Deprecating(**CONFIG), slots=1)
+    assert pool.geometry.conv_dtype == torch.float32
+
+
 def test_a_dtype_that_no_window_has_is_asked_about():
     with pytest.raises(ContractError, match=r"config\.dtype: expected .* or give conv_dtype"):
         sluice.StatePool.for_model(CONFIG | {"dtype": "float8_e4m3fn"}, slots=1)

@@ -1,11 +1,11 @@
-"""The way of a call: public function -> ``call`` -> ``_bind``, once per metadata -> ``launch``.
+"""How a call runs: public function -> ``call`` -> ``_bind``, once per metadata -> ``launch``.
 
-``call`` asks what the tensors look like. If it saw the same before, the bound launch is there:
-outputs are allocated and the launch runs. Otherwise ``_bind`` brings the description into canonical
-form, checks it, chooses a backend and lets it bind. One cache of the least recently used bindings
-holds them all; nothing in it refers to a tensor.
+``call`` reads the metadata of the tensors: shapes, strides, dtypes, devices. If an earlier call had
+the same, its launch is in the cache: outputs are allocated, and the launch runs. Otherwise
+``_bind`` brings the description into canonical form, checks it, chooses a backend and lets it bind.
+One LRU cache holds all bindings. Nothing in it refers to a tensor.
 
-When torch follows the call (``torch.compile``, ``torch.export``, a dispatch mode, tensors without
+When torch traces the call (``torch.compile``, ``torch.export``, a dispatch mode, tensors without
 data), it becomes one node ``torch.ops.sluice.<op>`` instead (``torch_ops.py``).
 """
 
@@ -122,10 +122,10 @@ def call(
     """Run a call. ``tensors`` and ``options`` are in the order of the operator's spec.
 
     Args:
-        form: what the operator's ``canonical`` needs to know beside tensors and options, hashable.
+        form: what else the operator's ``canonical`` needs to know; hashable.
 
     Returns:
-        the tensors, and in their places those that were not given and had to be made.
+        the tensors, including those that were not given and had to be made.
     """
     if torch.compiler.is_compiling():  # asked first: a compiler cannot read a ContextVar
         return _traced(op, tensors, options, form, backend)
@@ -240,7 +240,7 @@ class Buffers:
 
 
 def forget() -> None:
-    """Bind every call anew: for tests and sweeps that change what backends bind by."""
+    """Forget all bindings: for tests and sweeps that change what a binding depends on."""
     _bind.cache_clear()
 
 
@@ -318,13 +318,13 @@ def _kind(x: object) -> str:
 
 
 def _follows(x: Any) -> bool:
-    """Whether torch follows a call with this tensor: in a dispatch mode, or without data."""
+    """Whether torch traces a call with this tensor: in a dispatch mode, or without data."""
     if torch_private.dispatch_modes() > 0 or x.is_meta:
         return True
     return type(x) is not Tensor and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-_LOWERING = "sluice.integrations.onnx.lower"  # by name: it stands on the operators
+_LOWERING = "sluice.integrations.onnx.lower"  # imported by name: it is built on the operators
 
 
 def _traced(

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="sluice", description="Gated-delta-network operators: see them run, see what serves."
+        prog="sluice", description="Gated-delta-network operators: try, time and inspect them."
     )
     parser.add_argument("--version", action="version", version=f"sluice {sluice.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -55,27 +55,27 @@ def _parser() -> argparse.ArgumentParser:
         ("--batch", _count, 8, "prompts at once (%(default)s)"),
         ("--prompt-length", _count, 256, "tokens of each prompt (%(default)s)"),
         ("--tokens", _count, 32, "tokens to decode (%(default)s)"),
-        ("--layers", _layers, 4, "layers of a preset's model (%(default)s)"),
+        ("--layers", _layers, 4, "layers, unless --model is a checkpoint (%(default)s)"),
         ("--rounds", _count, 3, "timed runs of each (%(default)s)"),
     ):
         demo.add_argument(name, type=kind, default=default, metavar="N", help=text)
     demo.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (%(default)s)")
     dtypes = ("float32", "bfloat16", "float16")
     demo.add_argument("--dtype", choices=dtypes, help="default: float32 on a CPU, else bfloat16")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     demo.set_defaults(command=_demo)
 
     doctor = commands.add_parser(
         "doctor",
         help="this machine, and which backend serves each operator of each Qwen model",
-        description="Print machine, versions, backends, and who serves what.",
+        description="Print the machine, the versions, and which backend serves each operator.",
     )
     doctor.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
     doctor.set_defaults(command=_doctor)
 
     warmup = commands.add_parser(
         "warmup",
-        help="compile now all that a model needs, so that no request waits",
+        help="compile everything a model needs, so that no request has to wait",
         description="Run every operator once in each form that a model's layers call it in.",
     )
     which = "a Qwen model, or a checkpoint directory (%(default)s)"
@@ -83,22 +83,22 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
     warmup.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
     warmup.add_argument("--dtype", choices=dtypes, default="bfloat16", help="(%(default)s)")
-    warmup.add_argument("--gate-dtype", choices=dtypes, help="of A_log and dt_bias (--dtype)")
+    warmup.add_argument("--gate-dtype", choices=dtypes, help="of A_log and dt_bias (as --dtype)")
     warmup.add_argument("--state-dtype", choices=dtypes, default="float32", help="(%(default)s)")
     warmup.add_argument("--state-layout", choices=("vk", "kv"), default="vk", help="(%(default)s)")
     warmup.add_argument(
         "--slots-dtype", choices=("int64", "int32"), default="int64", help="(int64)"
     )
-    tokens = "tokens a row with drafts, as engines keep them (none)"
+    tokens = "also for T tokens per row: one and its drafts, as engines keep them (none)"
     warmup.add_argument("--drafts", type=_count, default=0, metavar="T", help=tokens)
-    warmup.add_argument("--checkpoints", action="store_true", help="what prefix caching needs, too")
+    warmup.add_argument("--checkpoints", action="store_true", help="also what prefix caching needs")
     warmup.set_defaults(command=_warmup)
 
     export = commands.add_parser(
         "export",
         help="a checkpoint as an ONNX file, checked against PyTorch",
         description="Write a causal language model as one ONNX graph for prefill and decode. "
-        "Nothing is left if the file gives another result in ONNX Runtime than PyTorch.",
+        "The file is removed if ONNX Runtime computes other results from it than PyTorch.",
     )
     export.add_argument("--model", type=Path, required=True, metavar="PATH", help="a checkpoint")
     export.add_argument("--out", type=Path, required=True, metavar="FILE", help="model.onnx")

@@ -86,7 +86,7 @@ def forced() -> str | None:
 class Choice:
     """The backend chosen for a spec, and the launch it bound.
 
-    Most calls run ``launch`` at once. ``special`` says that something is looked at first: values,
+    Most calls run ``launch`` at once. ``special`` says that something is checked first: values,
     addresses that the backend needs to be multiples of 16 bytes, or a warning.
     """
 
@@ -118,7 +118,7 @@ class Choice:
             self.watches = True
 
     def ready(self, tensors: Sequence[Any], validating: bool) -> Choice:
-        """This choice, after all that is looked at first; or another, where addresses decide."""
+        """This choice, after its checks; or another one, where addresses decide."""
         if self.check_values is not None and (self.always_checks or validating):
             self.check_values(self.spec, self.spec.views(tensors))
         chosen = self
@@ -148,7 +148,7 @@ def choose(spec: Spec, backend: str | None, check_values: CheckValues | None = N
 def _bound(
     spec: Spec, explanation: Explanation, backend: str | None, misplaced: Sequence[str]
 ) -> tuple[Launch, Explanation]:
-    """A launch by the backend chosen, or by the next one where that gives up; and who it is."""
+    """A launch by the chosen backend, or by the next one if that gives up; and its name."""
     for _ in ORDER:
         if explanation.chosen is None:
             break
@@ -161,7 +161,7 @@ def _bound(
 
 
 def try_out(spec: Spec) -> None:
-    """Let the backend that would serve ``spec`` compile it, if it has never run with such a one."""
+    """Let the backend that would serve ``spec`` compile it, if it never ran such a call."""
     chosen = explain(spec, briefly=True).chosen
     if chosen is not None and untried(chosen) is not None:
         try:
@@ -184,8 +184,8 @@ def explain(
 ) -> Explanation:
     """Which backend serves ``spec`` and why each one before it does not.
 
-    ``misplaced`` are tensors that do not begin at a multiple of 16 bytes. ``briefly``: nothing is
-    said of the backends after the one that serves.
+    ``misplaced`` are tensors that do not begin at a multiple of 16 bytes. ``briefly``: leave
+    out the backends after the one that serves.
     """
     backend = _forced.get() if backend is None else backend
     known(backend)
@@ -326,7 +326,7 @@ def _meant_for(name: str, spec: Spec) -> bool:
 
 
 def _depth() -> int:
-    """How far up the program's own line is: a warning points there, not into a library.
+    """How many frames up the program's own line is: a warning points there, not into a library.
 
     A model that transformers runs calls operators from deep inside; its user's line is meant.
     """

@@ -80,7 +80,7 @@ def doctor(device: str | None = None) -> str:
             state += f"; {untried}"
         lines.append(f"  {name:<10} {state}")
         lines += [f"  {'':<10} {note}" for note in dispatch.notes(name)]
-    lines += ["", f"Who serves what on {where} (bfloat16 inputs, float32 state)"]
+    lines += ["", f"Which backend serves what on {where} (bfloat16 inputs, float32 state)"]
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for shape in dict.fromkeys(PRESETS.values()):
         found = [dispatch.explain(s) for s in specs(shape, where)]

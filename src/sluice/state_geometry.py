@@ -225,7 +225,7 @@ class StateSnapshot:
     def __repr__(self) -> str:
         g = self.geometry
         return (
-            f"StateSnapshot({len(self)} sequences, layers={g.layers}, conv={list(g.conv_shape)} "
+            f"StateSnapshot(sequences={len(self)}, layers={g.layers}, conv={list(g.conv_shape)} "
             f"{g.conv_dtype}, state={list(g.state_shape)} {g.state_dtype}, "
             f"device={str(self.recurrent.device)!r})"
         )
@@ -395,6 +395,8 @@ def _activations(model: Model) -> torch.dtype:
         return torch.bfloat16
 
     def get(config: Any, name: str) -> Any:
+        if name == "torch_dtype" and not isinstance(config, Mapping):
+            config = getattr(config, "__dict__", {})  # transformers' property of that name warns
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
     for config in (get(model, "text_config"), model):

@@ -58,7 +58,7 @@ def warmup(
         device: the GPU where there is one by default. dtype: of activations and weights.
             gate_dtype: of ``A_log`` and ``dt_bias``, by default ``dtype``. state_dtype and
             state_layout: of the recurrent state. slots_dtype: of ``slots``.
-        drafts: also compile what engines with this many tokens a row (one and its drafts) need:
+        drafts: also compile what engines with this many tokens per row (one and its drafts) need:
             ``decode`` with a state for each token, ``conv_qkv`` with ``window_start``, ``verify``
             into buffers and ``commit_layers``. 0, the default: none of it.
         checkpoints: also compile what prefix caching needs: packed ``prefill`` and ``conv_qkv``

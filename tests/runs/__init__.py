@@ -1,4 +1,4 @@
-"""Random long runs: an engine made of dice drives StatePool and the operators, beside an oracle.
+"""Random long runs: a random engine drives StatePool and the operators, next to an oracle.
 
 ``python -m tests.runs --steps 20000 --seed 1``. A run consists of episodes of 1,000 steps; each has
 a seed, a pool and a model of its own (``plan.py``). A step is one action of an engine (``draw.py``

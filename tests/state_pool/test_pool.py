@@ -374,7 +374,7 @@ def test_every_error_of_the_pool_has_a_name_in_the_library():
 
 def test_a_snapshot_shows_its_size_and_not_its_numbers(pool):
     text = repr(pool.snapshot(pool.allocate(2)))
-    assert text.startswith("StateSnapshot(2 sequences, layers=")
+    assert text.startswith("StateSnapshot(sequences=2, layers=")
     assert "tensor(" not in text
     assert len(text) < 200
 

@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--backends",
         metavar="NAME[,..]",
-        help="of sluice, where it takes another; also 'separate', 'invariant'",
+        help="also time these backends of sluice; or 'separate', 'invariant'",
     )
     what.add_argument("--state-dtype", metavar="T[,..]", help="float32, bfloat16 or float16")
 
@@ -60,8 +60,8 @@ def add_parser(commands: Any) -> None:
     how.add_argument("--device", help="cpu, cuda or cuda:1 (default: the GPU where there is one)")
     how.add_argument("--dtype", help="of the inputs: float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--threads", type=int, metavar="N", help="on a CPU (default: all cores)")
-    how.add_argument("--rounds", type=int, metavar="N", help="turns of each provider (5)")
-    how.add_argument("--seconds", type=float, metavar="S", help="timed, of each row")
+    how.add_argument("--rounds", type=int, metavar="N", help="how often each provider is timed (5)")
+    how.add_argument("--seconds", type=float, metavar="S", help="how long to time each row")
     how.add_argument("--time-limit", type=float, metavar="S", help="skip what is left after S")
     how.add_argument("--timeout", type=float, metavar="S", help="for one check or compile (300)")
     how.add_argument(
@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
 
     out = parser.add_argument_group("reports")
     out.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
-    out.add_argument("--csv", type=Path, metavar="FILE", help="one line a row")
+    out.add_argument("--csv", type=Path, metavar="FILE", help="one line per row")
     out.add_argument("--html", type=Path, metavar="FILE", help="one page with plots")
     out.add_argument("--show", type=Path, metavar="JSON", help="no run: reports of these results")
     out.add_argument("--list", action="store_true", help="no run: the workloads and providers")
@@ -104,7 +104,7 @@ def add_parser(commands: Any) -> None:
         help="no run: write tables of results (.json) into documents (.md), see docs/benchmarks.md",
     )
     out.add_argument(
-        "--check-docs", nargs="+", type=Path, metavar="FILE", help="as above, but only look"
+        "--check-docs", nargs="+", type=Path, metavar="FILE", help="as above, but only check"
     )
     parser.set_defaults(command=command)
 

@@ -29,7 +29,7 @@ def delta(p: DeltaSpec, t: Any) -> None:
     if p.op != "prefill" and lengths is not None:
         longest = max(lengths, default=0)
         if longest > MAX_DECODE_TOKENS:
-            expected = f"at most {MAX_DECODE_TOKENS} tokens a sequence"
+            expected = f"at most {MAX_DECODE_TOKENS} tokens per sequence"
             raise ContractError(p.op, "cu_seqlens", expected, longest)
     for x, name in ((t.g, "g"), (t.beta, "beta")):
         _finite(p.op, x, name, p, t)

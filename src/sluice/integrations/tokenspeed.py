@@ -104,7 +104,7 @@ def gdn_decode_step(
     output_state_indices: Tensor | None = None,
     use_qk_l2norm: bool = True,
 ) -> Tensor:
-    """One token a row [B, 1, ..]; the state goes to ``output_state_indices``, or where it was."""
+    """One token per row [B, 1, ..]; the state goes to ``output_state_indices``, or where it was."""
     return ops.decode(
         q,
         k,
@@ -138,7 +138,7 @@ def gdn_decode_mtp(
     intermediate_states_buffer: Tensor | None = None,
     output_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """T tokens a row [B, T, ..].
+    """T tokens per row [B, T, ..].
 
     States after each token go to ``intermediate_states_buffer`` [B, T, HV, V, K], or to the slots
     ``output_state_indices`` [B, T]: one launch for each token to a buffer, or for more than 8

@@ -224,7 +224,7 @@ class GatedDeltaNet(nn.Module):
         buffers: ops.DraftBuffers | None = None,
         draft_slots: Tensor | None = None,
     ) -> tuple[Tensor, ops.Draft]:
-        """The layer's output for up to 8 draft tokens a sequence, writing no state.
+        """The layer's output for up to 8 draft tokens per sequence, writing no state.
 
         Once the model has said how many of them are right, ``sluice.commit(draft, num_accepted)``
         brings both states to where decoding only those tokens would have left them. Rejecting every
@@ -503,7 +503,7 @@ def _check(shape: QwenShape, x: Tensor, rows: Rows, mask: Tensor | None) -> None
         got = f"{x.dtype}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
         raise _refusal("hidden_states", "a dense tensor of floats", got)
     if x.dim() not in (2, 3) or x.shape[-1] != shape.hidden:
-        sizes = f"[B, T, {shape.hidden}], or packed or one token a row [.., {shape.hidden}]"
+        sizes = f"[B, T, {shape.hidden}], or packed or one token per row [.., {shape.hidden}]"
         raise _refusal("hidden_states", f"shape {sizes}", f"shape {list(x.shape)}")
     if (rows.state is None) != (rows.conv_state is None):
         name = "conv_state" if rows.conv_state is None else "state"

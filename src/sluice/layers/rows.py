@@ -90,7 +90,7 @@ def check_mask(mask: Tensor) -> None:
     begins = live[:, 0] + (live[:, 1:] & ~live[:, :-1]).sum(1)
     if bool((begins > 1).any()):
         row = int(begins.argmax())
-        expected = "neighbouring tokens in each row (padding before and behind them only)"
+        expected = "contiguous tokens in each row (padding only before and after them)"
         raise ContractError("GatedDeltaNet", "attention_mask", expected, f"a hole in row {row}")
 
 

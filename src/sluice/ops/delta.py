@@ -148,7 +148,7 @@ def decode(
     out: Tensor | None = None,
     backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over 1 to 8 tokens a sequence, in place.
+    """The gated delta rule over 1 to 8 tokens per sequence, in place.
 
     The same equations, arguments, padding and errors as :func:`prefill`, without checkpoints; a
     sequence's bits never depend on the rows beside it. The state is rounded to its dtype once, at

@@ -101,7 +101,7 @@ def verify(
     out: Tensor | None = None,
     backend: BackendName | None = None,
 ) -> tuple[Tensor, Draft]:
-    """Outputs of up to 8 draft tokens a sequence, writing no state.
+    """Outputs of up to 8 draft tokens per sequence, writing no state.
 
     The arguments are :func:`decode`'s with write_slots [N], and these:
 

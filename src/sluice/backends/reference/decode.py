@@ -13,7 +13,7 @@ from sluice.contract.spec import DeltaSpec
 
 
 def decode(p: DeltaSpec, t: Any) -> None:
-    """Serve ``decode`` (1 to 8 tokens a sequence)."""
+    """Serve ``decode`` (1 to 8 tokens per sequence)."""
     if p.states == 0:
         prefill(p, t)
         return

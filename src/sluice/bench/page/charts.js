@@ -213,7 +213,7 @@
   // green above one, red below; deeper the further away, up to a factor of eight
   function shade(ratio) {
     const depth = Math.min(1, Math.abs(Math.log(ratio)) / Math.log(8));
-    const tone = ratio >= 1 ? "var(--good)" : "var(--bad)";
+    const tone = ratio >= 1 ? "var(--won)" : "var(--lost)";
     return `color-mix(in srgb, ${tone} ${Math.round(12 + 68 * depth)}%, var(--card))`;
   }
   function speedup(ratio) {
