@@ -241,7 +241,10 @@ class DeltaSizes:
 
 @dataclass(frozen=True)
 class DeltaSpec(DeltaSizes, Rows, Spec):
-    """``prefill``, ``decode`` and ``verify``: the recurrence of docs/contract.md, (C1) to (C4)."""
+    """``prefill``, ``decode`` and ``verify``: the recurrence of docs/contract.md, (C1) to (C4).
+
+    ``transitions`` is ``prefill`` without queries and outputs: q is k, and out is None.
+    """
 
     q: Meta  # [B, T, HQ, K]
     k: Meta  # [B, T, HK, K]
@@ -251,6 +254,7 @@ class DeltaSpec(DeltaSizes, Rows, Spec):
     A_log: Meta | None  # [HV]
     dt_bias: Meta | None  # [HV] or [HV, K]
     state: Meta  # [P, HV, V, K] or [P, HV, K, V], last three dimensions contiguous
+    #              transitions: [B, segments, HV, K, V + K], the result
     slots: Meta | None  # [N] int32 or int64
     write_slots: Meta | None  # [N]; decode: [N, M], one for each token
     has_state: Meta | None  # [N] bool
@@ -267,7 +271,7 @@ class DeltaSpec(DeltaSizes, Rows, Spec):
     neg_eigval: bool
     pad_slot: int
     state_layout: str  # "vk" or "kv"
-    checkpoint_every: int
+    checkpoint_every: int  # transitions: tokens per segment
     batch_invariant: bool
 
     @property

@@ -92,16 +92,16 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     """Both halves, by a given plan."""
     memory, p = Binding(spec), spec
     parts = workspace(p, memory)
-    calls = [_chunks_call(p, memory, parts)]
+    calls = [chunks_call(p, memory, parts)]
     if not plan.segment:
-        calls.append(_states_call(p, memory, parts, plan, None, output=True))
+        calls.append(states_call(p, memory, parts, plan, None, output=True))
         return Launches(spec, memory, calls)
     units = portable.units_of(p, plan.segment, tail=False)
     segments = portable.segment_states(p, memory, units)
     effects = plan._replace(BLOCK_V=128)
-    calls.append(_states_call(p, memory, parts, effects, segments, output=False))
+    calls.append(states_call(p, memory, parts, effects, segments, output=False))
     calls.append(portable.join_call(p, memory, segments, plan.segment))
-    calls.append(_states_call(p, memory, parts, plan, segments, output=True))
+    calls.append(states_call(p, memory, parts, plan, segments, output=True))
     return Launches(spec, memory, calls)
 
 
@@ -144,7 +144,7 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
     )
 
 
-def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
+def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
     heads, units = key_heads(p.HK, p.HV), portable.units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
@@ -163,7 +163,7 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
-        o_ptr=memory["out"],
+        o_ptr=memory[_out(p)],
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
         checkpoint_positions_ptr=saves["checkpoint_positions_ptr"] if with_tails else None,
         beta_scale=p.beta_scale,
@@ -174,7 +174,7 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         units=units if with_tails else None,
         **memory.strides("g", "bth"),
         **memory.strides("beta", "bth"),
-        stride_o_t=p.out.strides[1],
+        stride_o_t=getattr(p, _out(p)).strides[1],
         stride_gates_h=rows(p),
         HK=p.HK,
         HV=p.HV,
@@ -185,7 +185,7 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     )
 
 
-def _states_call(
+def states_call(
     p: DeltaSpec,
     memory: Binding,
     parts: Parts,
@@ -193,8 +193,12 @@ def _states_call(
     segments: Pointer | None,
     *,
     output: bool,
+    every: bool = False,
 ) -> KernelCall:
-    """The serial half: outputs and final states, or what each segment does to any state."""
+    """The serial half: outputs and final states, or what segments do to any state.
+
+    These are all segments but the last of each sequence, or ``every`` one.
+    """
     segment = plan.segment or WHOLE
     saves = dict.fromkeys(("checkpoint_slots_ptr", "checkpoint_positions_ptr", "M", "every"))
     if output and p.checkpoint_slots is not None:
@@ -216,8 +220,8 @@ def _states_call(
             (p.HV * CHUNK, 1),
             (CHUNK, CHUNK),
         ),
-        o_desc=_tiles(p, "out", COPY_WIDTH),
-        o_ptr=memory["out"],
+        o_desc=_tiles(p, _out(p), COPY_WIDTH),
+        o_ptr=memory[_out(p)],
         beta32_ptr=parts.beta32,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
@@ -232,7 +236,7 @@ def _states_call(
         N=p.N,
         T=p.T,
         segment_size=segment,
-        stride_o_t=p.out.strides[1],
+        stride_o_t=getattr(p, _out(p)).strides[1],
         stride_gates_h=rows(p),
         HV=p.HV,
         R_Q=p.HV // p.HQ,
@@ -242,6 +246,7 @@ def _states_call(
         BLOCK_V=plan.BLOCK_V,
         STAGES=STAGES,
         OUTPUT=output,
+        EVERY=every,
         TAILS=output and has_tails(p),
     )
 
@@ -253,6 +258,11 @@ def _call(
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
     return KernelCall(kernel, programs, options, arguments)
+
+
+def _out(p: DeltaSpec) -> str:
+    """``transitions`` have no output, and no tokens after the last sequence that need zeros."""
+    return "v" if p.out is None else "out"
 
 
 def _tiles(p: DeltaSpec, name: str, width: int) -> Tiles:
