@@ -58,12 +58,14 @@ def scanned(ranks: Ranks, message: Tensor, V: int, delta: bool) -> Tensor:
     X = torch.zeros_like(here[:, :, :V])
     while reach < ranks.size:
         steps = [i * reach for i in range(FAN - 1, 0, -1)]
-        came = {r: torch.empty_like(here) for i in steps if (r := ranks.rank - i) >= 0}
-        ranks.swap(NAME, {r: here for i in steps if (r := ranks.rank + i) < ranks.size}, came)
+        sources = [r for i in steps if (r := ranks.rank - i) >= 0]
+        came = here.new_empty(len(sources), *here.shape)
+        to = {r: here for i in steps if (r := ranks.rank + i) < ranks.size}
+        ranks.swap(NAME, to, dict(zip(sources, came, strict=True)))
         reach *= FAN
         last = reach >= ranks.size
-        if came:
-            first, *maps = [x.double() for x in came.values()]
+        if sources:
+            first, *maps = came.double()
             rows = first[:, :, :V] if last else first  # in the end only a state is wanted
             for later in [*maps, *([] if before is None else [before])]:
                 rows = after(rows, later, V, delta)
