@@ -79,17 +79,12 @@ def test_segments_equal_the_oracle(rule, per_key):
 
 @pytest.mark.parametrize("backend", ["cpu", "chunked", "reference"])
 def test_pieces_in_segments_equal_the_oracle(backend, many_processors):
-    """Parts that begin, pass on and end a sequence, each in several segments, the last of 6 tokens.
-
-    Both passes cut a piece at the same places; a chunk that is not whole ends it.
-    """
+    """Parts that begin, pass on and end a sequence, each in two passes over several segments."""
     args, state = call(T=600)
     args["k"], args["q"] = args["k"] * 2, args["q"] * 3
     split = Split((0, 200, 390, 600))
-    shares = [Piece(piece_call(args).span(*split.borders[i : i + 2])) for i in range(3)]
-    assert [piece.bounds for piece in shares] == [
-        (0, 128, 200), (0, 128, 190), (0, 128, 210),
-    ]  # fmt: skip
+    pieces = [Piece(piece_call(args).span(*split.borders[i : i + 2])) for i in range(3)]
+    assert [(piece.segment, piece.split) for piece in pieces] == [(128, True)] * 3
     got = prefill_segments(
         **args, state=state.clone(), split=split, normalize_qk=True, backend=backend
     )
@@ -265,8 +260,8 @@ def test_a_transition_takes_any_state_behind_its_piece(rule):
     _, behind = sluice.prefill(**args, state=state.clone())
     piece = Piece(piece_call(args))
     assert_within(piece.after(state), behind, FLOAT32_CPU, name="state")
-    before = torch.cat([state, piece.maps[-1][:, :, 16:]], dim=2)  # its own transition is not used
-    joined = join(torch.stack([before, piece.maps[-1]]), (0, 1), 16, "delta" in rule)
+    before = torch.cat([state, piece.map[:, :, 16:]], dim=2)  # its own transition is not used
+    joined = join(torch.stack([before, piece.map]), (0, 1), 16, "delta" in rule)
     assert_within(joined, behind, FLOAT32_CPU, name="state")
 
 

@@ -1,21 +1,22 @@
-"""The kernels of ``transitions`` compile for GPUs that are not here, and fit.
+"""The kernels of the first of two passes compile for GPUs that are not here, and fit.
 
-Those of the parallel half are prefill's; test_prefill_compile.py and test_hopper.py compile them.
+All others are prefill's: test_prefill_compile.py and test_hopper.py compile them.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from sluice.backends import hopper
+from sluice.backends import hopper, module_of
 from sluice.backends import triton as portable
 from sluice.backends.triton import interpreted
-from sluice.ops.transitions import transitions
+from sluice.ops.transitions import RESUME, Passes, transitions
 from tests.gpu.cross import SHARED, bound, compile_for, gpu_like, resources, specs_of
 
 pytestmark = [
@@ -26,17 +27,22 @@ HK, HV, K = 2, 4, 128
 SERIAL = ("hopper_state_kernel", "prefill_segments_kernel", "chain_kernel")
 
 
-def launched(package, target, segment=1024, **options):
-    """The launches of 4,000 tokens."""
+def specs(target, segment=1024):
+    """Both passes over 4,000 tokens."""
     zeros = functools.partial(torch.zeros, device="meta")
-    tokens = functools.partial(zeros, 1, 4000, dtype=torch.bfloat16)
-    gates = zeros(1, 4000, HV), zeros(1, 4000, HV)
-    with gpu_like(target) as device:
-        (spec,) = specs_of(
-            lambda: transitions(tokens(HK, K), tokens(HV, K), *gates, segment=segment, **options),
-            device,
-        )
-        return bound(spec, package).calls
+    q, k, v, out = (zeros(1, 4000, H, K, dtype=torch.bfloat16) for H in (HK, HK, HV, HV))
+    gates, state = (zeros(1, 4000, HV), zeros(1, 4000, HV)), zeros(1, HV, K, K)
+    both = Passes(q, k, v, *gates, state, segment, out)
+    first, second = specs_of(
+        lambda: (transitions(both), both._call(RESUME, zeros(0, dtype=torch.uint8)))
+    )
+    return first, second
+
+
+def launched(package, target, segment=1024):
+    """The launches of the first pass."""
+    with gpu_like(target):
+        return bound(specs(target, segment)[0], package).calls
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,7 @@ def launched(package, target, segment=1024, **options):
         pytest.param(portable, "sm_120", id="sm_120", marks=pytest.mark.long),
     ],
 )
-def test_the_serial_kernels_of_transitions_fit_without_spills(package, target):
+def test_the_serial_kernels_of_the_first_pass_fit_without_spills(package, target):
     found = [call for call in launched(package, target) if call.kernel.name in SERIAL]
     assert {call.kernel.name for call in found} >= {"chain_kernel"}
     for call in found:
@@ -66,4 +72,24 @@ def test_every_segment_has_its_programs_and_one_needs_no_chain(package):
     whole = launched(package, "sm_90", segment=4032)
     assert "chain_kernel" not in [call.kernel.name for call in whole]
     serial = [c for c in whole if c.kernel.name in SERIAL[:2]]
-    assert {call.arguments["segments_ptr"].source for call in serial} == {"state"}
+    assert {call.arguments["segments_ptr"].source for call in serial} == {"map"}
+
+
+@pytest.mark.parametrize("package", [hopper, portable])
+def test_both_passes_together_are_a_split_prefill_with_a_chain(package):
+    """The same kernels, and the second pass has the workspace of the first, to the byte."""
+    first, second = specs("sm_90")
+    with gpu_like("sm_90"):
+        made = bound(first, package)
+        kept = second.kept._replace(shape=(made._workspace_bytes,))
+        rest = bound(replace(second, kept=kept), package)
+        module = module_of(package.__name__, package.OPS, "prefill")
+        plan = module.all_plans(first)[-1] if package is portable else module.all_plans()[-1]
+        plan = plan._replace(segment=1024)
+        whole = module.planned_launches(first.prefill(), plan)
+    assert made._workspace == rest._workspace == whole._workspace
+    names = [call.kernel.name for call in made.calls]
+    assert names.pop() == "chain_kernel"
+    names += [call.kernel.name for call in rest.calls]
+    assert names == [call.kernel.name for call in whole.calls]
+    assert rest.calls[0].arguments == whole.calls[len(made.calls) - 1].arguments

@@ -32,14 +32,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sluice.contract.meta import Meta
-from sluice.contract.spec import DeltaSpec
+from sluice.contract.spec import DeltaSpec, PassSpec
 
 Launch = Callable[[Sequence[Tensor | None]], None]
 
@@ -53,8 +52,8 @@ def torch_binder(package: str, ops: dict[str, str]) -> Callable[[Any], Launch]:
     """The ``bind`` of a backend in plain torch: ``<op>(spec, tensors)``, tensors canonical."""
 
     def bind(spec: Any) -> Launch:
-        if spec.op == "transitions":
-            return transitions_by(bind, spec)
+        if isinstance(spec, PassSpec):
+            return passes_by(bind, spec)
         function = getattr(module_of(package, ops, spec.op), spec.op)
 
         def launch(tensors: Sequence[Tensor | None]) -> None:
@@ -66,44 +65,38 @@ def torch_binder(package: str, ops: dict[str, str]) -> Callable[[Any], Launch]:
     return bind
 
 
-def transitions_by(bind: Callable[[DeltaSpec], Launch], p: DeltaSpec) -> Launch:
-    """``transitions`` by a backend's own ``prefill``: S_zero from zero, M from the identity.
+def passes_by(bind: Callable[[DeltaSpec], Launch], p: PassSpec) -> Launch:
+    """``transitions`` or ``resume`` by a backend's own ``prefill``, between which nothing is kept.
 
-    The columns of a state do not meet, so these are two calls, the second without values. Segments
-    run one after the other, each from the state that the one before it left.
+    S_zero is made from zero and M from the identity. The columns of a state do not meet, so these
+    are two calls, the second without values.
     """
-    each, (B, T, HV, V), K = p.checkpoint_every, p.v.shape, p.K
-    spans = [(start, min(start + each, T)) for start in range(0, max(T, 1), each)]
-
-    def cut(x: Any, start: int, stop: int) -> Any:
-        """Some tokens of each of q, k, v, g and beta, tensors or their descriptions."""
-        names = ("q", "k", "v", "g", "beta")
-        given = {name: y for name in names if (y := getattr(x, name)) is not None}
-        return {name: y.narrow(1, start, stop - start) for name, y in given.items()}
-
-    def bound(v: Meta, tokens: int) -> Launch:
-        width = v.shape[3]
-        made = {
-            "state": p.state.new_empty(B, HV, K, width),
-            "out": v.new_empty(B, tokens, HV, width),
-        }
-        one = replace(p, op="prefill", v=v, checkpoint_every=0, **made)
-        return bind(replace(one, **cut(one, 0, tokens)))
-
-    lengths = {stop - start for start, stop in spans}
-    without = p.v.new_empty(B, T, HV, K)
-    zero, one = ({n: bound(v, n) for n in lengths} for v in (p.v, without))
+    width = len(DeltaSpec.TENSORS)
+    if p.op == "resume":
+        whole = bind(p.prefill())
+        return lambda tensors: whole(tensors[:width])
+    zero, one = (bind(spec) for spec in prefills_of(p))
 
     def launch(tensors: Sequence[Tensor | None]) -> None:
         t = p.views(tensors)
-        S_zero, M = t.state.split([V, K], dim=-1)
-        S = S_zero.new_zeros(B, HV, K, V)
-        I = torch.eye(K, dtype=S.dtype, device=S.device).repeat(B, HV, 1, 1)
-        for made, X, v, runs in ((S_zero, S, t.v, zero), (M, I, t.v.new_zeros(B, T, HV, K), one)):
-            given = t._replace(v=v, state=X)
-            for i, (start, stop) in enumerate(spans):
-                out = v.new_empty(B, stop - start, HV, v.shape[3])
-                runs[stop - start](given._replace(out=out, **cut(given, start, stop)))
-                made[:, i] = X
+        given = DeltaSpec.Tensors(*t[:width])._replace(q=t.k)
+        S_zero, M = (x.contiguous() for x in t.map.split([p.V, p.K], dim=-1))
+        M.copy_(torch.eye(p.K, dtype=M.dtype, device=M.device))
+        nothing = t.v.new_zeros(p.B, p.T, p.HV, p.K)
+        zero(given._replace(state=S_zero.zero_(), out=t.v.new_empty(t.v.shape)))
+        one(given._replace(v=nothing, state=M, out=torch.empty_like(nothing)))
+        t.map.copy_(torch.cat([S_zero, M], dim=-1))
 
     return launch
+
+
+def prefills_of(p: PassSpec) -> tuple[DeltaSpec, DeltaSpec]:
+    """The calls of ``prefill`` that make S_zero and M."""
+    assert p.map is not None
+
+    def one(v: Meta, width: int) -> DeltaSpec:
+        assert p.map is not None
+        state, out = p.map.new_empty(p.B, p.HV, p.K, width), v.new_empty(p.B, p.T, p.HV, width)
+        return p.prefill(q=p.k, v=v, state=state, out=out, state_layout="kv")
+
+    return one(p.v, p.V), one(p.v.new_empty(p.B, p.T, p.HV, p.K), p.K)

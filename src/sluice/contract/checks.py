@@ -19,6 +19,7 @@ from sluice.contract.spec import (
     ConvSpec,
     DeltaSpec,
     NormSpec,
+    PassSpec,
     StepSpec,
 )
 
@@ -42,15 +43,13 @@ def delta(spec: DeltaSpec) -> None:
     require.innermost(spec.out, "out")
 
 
-def transitions(spec: DeltaSpec) -> None:
-    """Check a ``transitions`` call, whose result is never given."""
+def passes(spec: PassSpec) -> None:
+    """Check a ``transitions`` or ``resume`` call; state, out, map and kept are made to fit."""
     require = Require(spec.op, spec.q.device)
     _recurrence(require, spec)
-    require(
-        spec.delta, "beta", "a tensor: without the delta rule, the decay is the transition", None
-    )
-    ok = spec.checkpoint_every > 0 and spec.checkpoint_every % CHUNK == 0
-    require(ok, "segment", f"a multiple of {CHUNK} tokens", spec.checkpoint_every)
+    require(spec.delta, "beta", "a tensor: without it the transition is the decay", None)
+    ok = spec.segment > 0 and spec.segment % CHUNK == 0
+    require(ok, "segment", f"a multiple of {CHUNK} tokens", spec.segment)
 
 
 def _recurrence(require: Require, spec: DeltaSpec) -> tuple[int, tuple[int, int, int, int]]:

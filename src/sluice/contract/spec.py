@@ -241,10 +241,7 @@ class DeltaSizes:
 
 @dataclass(frozen=True)
 class DeltaSpec(DeltaSizes, Rows, Spec):
-    """``prefill``, ``decode`` and ``verify``: the recurrence of docs/contract.md, (C1) to (C4).
-
-    ``transitions`` is ``prefill`` without queries and outputs: q is k, and out is None.
-    """
+    """``prefill``, ``decode`` and ``verify``: the recurrence of docs/contract.md, (C1) to (C4)."""
 
     q: Meta  # [B, T, HQ, K]
     k: Meta  # [B, T, HK, K]
@@ -254,7 +251,6 @@ class DeltaSpec(DeltaSizes, Rows, Spec):
     A_log: Meta | None  # [HV]
     dt_bias: Meta | None  # [HV] or [HV, K]
     state: Meta  # [P, HV, V, K] or [P, HV, K, V], last three dimensions contiguous
-    #              transitions: [B, segments, HV, K, V + K], the result
     slots: Meta | None  # [N] int32 or int64
     write_slots: Meta | None  # [N]; decode: [N, M], one for each token
     has_state: Meta | None  # [N] bool
@@ -271,7 +267,7 @@ class DeltaSpec(DeltaSizes, Rows, Spec):
     neg_eigval: bool
     pad_slot: int
     state_layout: str  # "vk" or "kv"
-    checkpoint_every: int  # transitions: tokens per segment
+    checkpoint_every: int
     batch_invariant: bool
 
     @property
@@ -284,6 +280,29 @@ class DeltaSpec(DeltaSizes, Rows, Spec):
         """Write slots of a sequence, where each token has its own; 0 where it has one for all."""
         x = self.write_slots
         return 0 if x is None or x.dim() < 2 else x.shape[1]
+
+
+@dataclass(frozen=True)
+class PassSpec(DeltaSpec):
+    """A ``prefill`` in two passes: ``transitions``, before its state is known, then ``resume``.
+
+    Sequences are rows, [B, T, ..]. Both passes have the same tensors, and so the same backend.
+    Without ``out`` there is no second pass.
+    """
+
+    map: Meta | None  # [B, HV, K, V + K]: S_zero | M, which the first pass makes
+    kept: Meta | None  # uint8: what the first pass leaves for the second, of a size it chooses
+    segment: int  # tokens per segment
+
+    @property
+    def segments(self) -> int:
+        """Of a row."""
+        return max(-(-self.T // self.segment), 1)
+
+    def prefill(self, **changed: Any) -> DeltaSpec:
+        """An ordinary prefill with the same tensors and options, but for those ``changed``."""
+        names = (*DeltaSpec.TENSORS, *DeltaSpec.OPTIONS)
+        return DeltaSpec(op="prefill", **({n: getattr(self, n) for n in names} | changed))
 
 
 @dataclass(frozen=True)

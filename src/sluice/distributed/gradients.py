@@ -134,7 +134,7 @@ class _Prefill:
         passes_on = head > 0 and part.outgoing and not begins
         if passes_on:
             with torch.no_grad():
-                message = Piece(c.span(0, head)).maps[-1]
+                message = Piece(c.span(0, head)).map
         self.transition = message[:, :, V:].clone()
         X = self.joined(message)
         if head:

@@ -30,11 +30,11 @@ class Share:
         self.o = call.v.new_empty(B, T, max(HQ, self.HV), self.V)
         self.finals: dict[int, Tensor] = {}
         self.start, self.stop = self.part.incoming, T  # of the rest
-        self.head = Piece(call.span(0, self.start)) if self.start else None
+        self.head = self._piece(0, self.start) if self.start else None
         self.tail: Piece | None = None
         if self.begins and self.part.outgoing:
             self.stop = self.part.bounds[-2]
-            self.tail = Piece(call.span(self.stop, T))
+            self.tail = self._piece(self.stop, T)
             self.tail_sequences = self.begins[-self.n :]
             self.begins = self.begins[: -self.n]
 
@@ -57,19 +57,20 @@ class Share:
         if tail is not None:
             self.X = self._read(self.tail_sequences)
             # without segments, an ordinary prefill costs less than a map
-            X = tail.after(self.X) if tail.split else self._run(tail, self.X, self.stop)
+            X = tail.after(self.X) if tail.split else tail.run(self.X)
             message[:, :, : self.V] = X
         if head is not None:
             passes_on = self.part.outgoing and tail is None
-            if passes_on or head.split:
-                made = head.maps[-1]
-                message = made if passes_on else message
+            if passes_on:
+                message = head.map
+            elif head.split:
+                head.first  # noqa: B018 (it is made, and kept for the second pass)
         return message
 
     def meanwhile(self) -> None:
         """What no other rank needs and needs no other rank: run it while messages travel."""
         if self.tail is not None and self.tail.split:
-            self._run(self.tail, self.X, self.stop)
+            self.tail.run(self.X)
         if self.tail is not None:
             self._clear(self.tail_sequences, slice(self.stop, None))
         c, rest = self.call, slice(self.start, self.stop)
@@ -94,7 +95,7 @@ class Share:
         """
         if self.head is not None:
             assert X is not None
-            X = self._run(self.head, X, 0)
+            X = self.head.run(X)
             heads = self.sequences(range(self.part.first, self.part.first + 1))
             self._clear(heads, slice(self.start))
             for row, sequence in enumerate(heads):
@@ -102,8 +103,8 @@ class Share:
                     self.finals[sequence] = X[row]
         return self.o, self.finals
 
-    def _run(self, piece: Piece, X: Tensor, start: int) -> Tensor:
-        return piece.run(X, self.o[:, start : start + piece.bounds[-1]])
+    def _piece(self, start: int, stop: int) -> Piece:
+        return Piece(self.call.span(start, stop), self.o[:, start:stop])
 
     def _read(self, sequences: range) -> Tensor:
         """The states from which sequences begin."""

@@ -5,9 +5,9 @@ shape [K, V]; docs/distributed.md):
 
     S_out = M S + S_zero                                                              (X1)
 
-With the delta rule the operator ``transitions`` makes M and S_zero, by the kernels that split long
-sequences inside one GPU. Without it, M is the decay alone, a diagonal, and S_zero is a prefill from
-zero. Nothing is approximated.
+With the delta rule the first pass of the operator makes M and S_zero, by the kernels that split
+long sequences inside one GPU. Without it, M is the decay alone, a diagonal, and S_zero is a prefill
+from zero. Nothing is approximated.
 
 States are kept as X = S^T [V, K], the "vk" layout, and so are maps: X_zero above M^T [K, K] or the
 decay [1, K]. X_out = X M^T + X_zero.
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from sluice import ops
 from sluice.contract.chunk_length import CHUNK
-from sluice.ops.transitions import transitions
+from sluice.ops.transitions import Passes, resume, transitions
 
 SHORTEST = 1024  # tokens of a segment, at least
 
@@ -83,59 +83,71 @@ class Call(NamedTuple):
 class Piece:
     """Tokens of a sequence that crosses a border between ranks; of a batch, those of all rows.
 
-    A GPU runs the segments of a piece side by side: the first pass makes their maps, the second
-    starts each segment from its own state.
+    Its prefill has two passes, before and after the state before it is known. A GPU runs segments
+    of it side by side in both. ``out``: where outputs go; without it there is no second pass.
     """
 
-    def __init__(self, call: Call) -> None:
-        self.call, T = call, call.v.shape[1]
-        self.segment = segment_tokens(call)
-        self.bounds = (*range(0, T, self.segment), T)
+    def __init__(self, call: Call, out: Tensor | None = None) -> None:
+        self.call, self.out = call, out
+        self.tokens, self.segment = call.v.shape[1], segment_tokens(call)
 
     @property
     def split(self) -> bool:
         """Whether there are several segments."""
-        return len(self.bounds) > 2
+        return self.segment < self.tokens
 
     @functools.cached_property
-    def maps(self) -> Tensor:
-        """[segments, B, HV, V + K or 1, K]: from the first token to the end of each segment."""
+    def passes(self) -> Passes:
+        """The call of both passes."""
         c = self.call
-        if not c.delta:
-            return _decay_map(c).unsqueeze(0)
-        names = ("normalize_qk", "neg_eigval", "batch_invariant", "backend")
-        options: dict[str, Any] = {name: c.options[name] for name in names if name in c.options}
-        options |= {"A_log": c.A_log, "dt_bias": c.dt_bias}
-        assert c.beta is not None
-        made = transitions(c.k, c.v, c.g, c.beta, segment=self.segment, **options)
-        return made.mT.transpose(0, 1)
+        (B, _, HV, V), K = c.v.shape, c.k.shape[3]
+        state = c.v.new_empty(B, HV, V, K, dtype=c.exact)
+        return Passes(
+            *c[:5], state, self.segment, self.out, A_log=c.A_log, dt_bias=c.dt_bias, **c.options
+        )
+
+    @functools.cached_property
+    def first(self) -> tuple[Tensor, Tensor | None]:
+        """The first pass: the piece's map [B, HV, V + K or 1, K], and what is kept of it."""
+        if not self.call.delta:
+            return _decay_map(self.call), None
+        made, kept = transitions(self.passes)
+        return made.mT, kept
+
+    @property
+    def map(self) -> Tensor:
+        """X_zero above M^T or the decay, of all tokens."""
+        return self.first[0]
 
     def after(self, X: Tensor) -> Tensor:
         """The state after the piece, from the state X [n, HV, V, K] before it, by its map."""
-        return applied(self.maps[-1], X, self.call.delta)
+        return after(X.double(), self.map.double(), X.shape[2], self.call.delta).to(X.dtype)
 
-    def run(self, X: Tensor, out: Tensor) -> Tensor:
-        """Write the outputs from the state X before the piece; the state after it."""
+    def run(self, X: Tensor) -> Tensor:
+        """The second pass: write the outputs from the state X before the piece; the state after it.
+
+        Without segments it is an ordinary prefill, and the first pass need not have run.
+        """
         if not self.split:
             X = X.clone()  # the operator writes the final state into it
-            self.call.run(X, out=out)
+            self.call.run(X, out=self.out)
             return X
-        starts = torch.cat([X, applied(self.maps[:-1, 0], X, self.call.delta)])
-        self.call.run(starts, self.bounds, out=out)
-        return starts[-1:]
+        kept = self.first[1]
+        assert kept is not None
+        self.passes.state.copy_(X)
+        resume(self.passes, kept)
+        return self.passes.state
 
 
 def segment_tokens(c: Call) -> int:
     """Tokens per segment: as many segments as fill the device, none of them short.
 
-    Where nothing makes maps of segments in parallel, or bits must not depend on the cut, a piece is
-    one segment.
+    Where nothing runs segments side by side, or bits must not depend on the cut, there is one.
     """
     B, T, HV = c.v.shape[:3]
-    heads = c.delta and (c.g is None or c.g.dim() == 3)
     segments = 1
-    if B == 1 and heads and not c.options.get("batch_invariant"):
-        segments = max(min(processors(c.v.device) // HV, T // SHORTEST), 1)
+    if c.delta and (c.g is None or c.g.dim() == 3) and not c.options.get("batch_invariant"):
+        segments = max(min(processors(c.v.device) // (B * HV), T // SHORTEST), 1)
     return -(-T // (segments * CHUNK)) * CHUNK
 
 
@@ -169,11 +181,6 @@ def join(messages: Tensor, chain: tuple[int, ...], V: int, delta: bool) -> Tenso
     for message in messages[chain[0] + 1 : chain[-1] + 1].double():  # without tokens: the identity
         X = after(X, message, V, delta)
     return X.to(messages.dtype)
-
-
-def applied(maps: Tensor, X: Tensor, delta: bool) -> Tensor:
-    """(X1) for states [.., V, K], in float64."""
-    return after(X.double(), maps.double(), X.shape[-2], delta).to(X.dtype)
 
 
 def after(rows: Tensor, message: Tensor, V: int, delta: bool) -> Tensor:

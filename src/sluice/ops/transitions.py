@@ -1,8 +1,12 @@
-"""``transitions``: what tokens do to any state. No program calls it; sequences over ranks do."""
+"""``prefill`` in two passes, for sequences over ranks: before its state is known, and after.
+
+No program calls these. Whatever the state S [K, V] before tokens, the state after them is
+``M S + S_zero`` (docs/distributed.md, (X1)).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,65 +15,78 @@ from sluice import calls
 from sluice.calls import Canonical, Operator
 from sluice.contract import checks
 from sluice.contract.names import BackendName
-from sluice.contract.spec import DeltaSpec
+from sluice.contract.spec import PassSpec
 
-_STATE = DeltaSpec.TENSORS.index("state")
-_SEGMENT = DeltaSpec.OPTIONS.index("checkpoint_every")
+_MAP = PassSpec.TENSORS.index("map")
 
 
-def transitions(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    *,
-    segment: int,
-    normalize_qk: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    neg_eigval: bool = False,
-    batch_invariant: bool = False,
-    backend: BackendName | None = None,
-) -> Tensor:
-    """The affine maps that a row's tokens are, from its first token to the end of each segment.
+class Passes(NamedTuple):
+    """The arguments that both passes have: those of ``prefill``, from ``state`` into ``out``.
 
-    Whatever the state S [K, V] before the tokens, the state after them is ``M S + S_zero``
-    (docs/distributed.md, (X1)).
+    k [B, T, HK, K], v, g and beta likewise; all but ``segment`` as in :func:`sluice.prefill`. A
+    first pass alone needs no ``out``.
+    """
 
-    Args:
-        k: [B, T, HK, K]. v: [B, T, HV, V]. g: [B, T, HV], [B, T, HV, K] or None. beta: [B, T, HV].
-            These and the other options are as in :func:`sluice.prefill`.
-        segment: tokens of a segment, a multiple of 64. Segments may run in parallel.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    state: Tensor  # [B, HV, V, K], read and written by ``resume`` alone
+    segment: int  # tokens, a multiple of 64; segments may run side by side
+    out: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    scale: float | None = None
+    normalize_qk: bool = False
+    neg_eigval: bool = False
+    batch_invariant: bool = False
+    backend: BackendName | None = None
+
+    def _call(self, op: Operator, kept: Tensor | None) -> list[Any]:
+        given = {**self._asdict(), "kept": kept}
+        tensors = [given.get(name) for name in PassSpec.TENSORS]
+        known = {"pad_slot": -1, "state_layout": "vk", "checkpoint_every": 0, **given}
+        options = tuple(known[name] for name in PassSpec.OPTIONS)
+        return calls.call(op, tensors, options, None, self.backend)
+
+
+def transitions(call: Passes) -> tuple[Tensor, Tensor]:
+    """The first pass: the map of each row's tokens.
 
     Returns:
-        [B, segments, HV, K, V + K] in float32 (float64 for float64 inputs): S_zero | M. The last
-        of a row's maps is that of all its tokens.
+        [B, HV, K, V + K] in float32 (float64 for float64 inputs), S_zero | M; and what ``resume``
+        needs.
 
     >>> import torch, sluice
     >>> k, v = torch.nn.functional.normalize(torch.ones(1, 3, 1, 2), dim=-1), torch.ones(1, 3, 1, 4)
-    >>> (made,) = transitions(k, v, None, torch.ones(1, 3, 1), segment=64)
+    >>> beta, before = torch.ones(1, 3, 1), torch.randn(1, 1, 4, 2)
+    >>> made, _ = transitions(Passes(k, k, v, None, beta, before, segment=64))
     >>> S_zero, M = made[0, 0].split([4, 2], dim=-1)
-    >>> before = torch.randn(1, 1, 2, 4)
-    >>> _, after = sluice.prefill(k, k, v, None, torch.ones(1, 3, 1), initial_state=before,
-    ...                           state_layout="kv")
-    >>> torch.allclose(M @ before[0, 0] + S_zero, after[0, 0], atol=1e-6)
+    >>> _, after = sluice.prefill(k, k, v, None, beta, initial_state=before)
+    >>> torch.allclose(M @ before[0, 0].mT + S_zero, after[0, 0].mT, atol=1e-6)
     True
     """
-    tensors = [k, k, v, g, beta, A_log, dt_bias, *[None] * (len(DeltaSpec.TENSORS) - 7)]
-    options = (1.0, normalize_qk, neg_eigval, -1, "kv", segment, batch_invariant)
-    made: Tensor = calls.call(TRANSITIONS, tensors, options, None, backend)[_STATE]
-    return made
+    kept = call.v.new_empty(0, dtype=torch.uint8)
+    made: Tensor = call._call(TRANSITIONS, kept)[_MAP]
+    return made, kept
+
+
+def resume(call: Passes, kept: Tensor) -> None:
+    """The second pass: ``out`` and the final state, by the same call with ``state`` filled in."""
+    call._call(RESUME, kept)
 
 
 def _canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:
-    """The tensors as they are, and the maps."""
+    """The tensors as they are, and the map."""
     wide = torch.promote_types(t.v.dtype, torch.float32)
-    (B, T), (HV, V), K = t.k.shape[:2], t.v.shape[-2:], t.k.shape[-1]
-    segments = max(-(-T // max(options[_SEGMENT], 1)), 1)
-    return Canonical(t._replace(state=t.v.new_empty(B, segments, HV, K, V + K, dtype=wide)))
+    B, (HV, V), K = t.k.shape[0], t.v.shape[-2:], t.k.shape[-1]
+    return Canonical(t._replace(map=t.v.new_empty(B, HV, K, V + K, dtype=wide)))
 
 
 TRANSITIONS = Operator(
-    "transitions", DeltaSpec, _canonical, checks.transitions, None, ("state", "out")
+    "transitions", PassSpec, _canonical, checks.passes, None, ("state", "out", "map", "kept")
 )
-calls.INTERNAL[TRANSITIONS.name] = TRANSITIONS
+RESUME = TRANSITIONS._replace(name="resume", canonical=lambda t, options, form: Canonical(t))
+for _op in (TRANSITIONS, RESUME):
+    calls.INTERNAL[_op.name] = _op

@@ -21,7 +21,7 @@ from sluice.contract.meta import Meta
 from sluice.contract.spec import DeltaSpec, Spec
 
 DEVICES = ("cuda",)
-OPS = {"prefill": "prefill", "transitions": "transitions"}
+OPS = {"prefill": "prefill", "transitions": "transitions", "resume": "transitions"}
 ALIGNED = ("q", "k", "v", "out")
 OLDEST = (3, 6)
 """The first release of Triton whose Gluon has what the kernels use."""

@@ -49,7 +49,7 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
     sequences = max(p.N, 1)
     longest = p.T if not p.varlen else -(-p.T // sequences)
     chunks = -(-longest // CHUNK)
-    best = _serial(sequences * p.HV, chunks, processors), Plan(0, _width(p, 1, processors))
+    best = _serial(sequences * p.HV, chunks, processors), Plan(0, width(p, 1, processors))
     if p.batch_invariant:
         return best[1]
     room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
@@ -60,7 +60,7 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
         effects = -(-sequences * (segments - 1) * p.HV * 2 // processors)
         cost = effects * length * EFFECT_US + segments * JOIN_US + 2 * LAUNCH_US
         cost += _serial(sequences * segments * p.HV, length, processors)
-        best = min(best, (cost, Plan(segment, _width(p, segments, processors))))
+        best = min(best, (cost, Plan(segment, width(p, segments, processors))))
     return best[1]
 
 
@@ -68,7 +68,7 @@ def _serial(states: int, chunks: int, processors: int) -> float:
     return min(chunks * -(-states * (128 // v) // processors) * us for v, us in CHUNK_US.items())
 
 
-def _width(p: DeltaSpec, segments: int, processors: int) -> int:
+def width(p: DeltaSpec, segments: int, processors: int) -> int:
     states = max(p.N, 1) * segments * p.HV
     return min(CHUNK_US, key=lambda v: -(-states * (128 // v) // processors) * CHUNK_US[v])
 
@@ -92,17 +92,21 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     """Both halves, by a given plan."""
     memory, p = Binding(spec), spec
     parts = workspace(p, memory)
-    calls = [chunks_call(p, memory, parts)]
-    if not plan.segment:
-        calls.append(states_call(p, memory, parts, plan, None, output=True))
-        return Launches(spec, memory, calls)
-    units = portable.units_of(p, plan.segment, tail=False)
-    segments = portable.segment_states(p, memory, units)
-    effects = plan._replace(BLOCK_V=128)
-    calls.append(states_call(p, memory, parts, effects, segments, output=False))
-    calls.append(portable.join_call(p, memory, segments, plan.segment))
-    calls.append(states_call(p, memory, parts, plan, segments, output=True))
-    return Launches(spec, memory, calls)
+    calls, segments = [chunks_call(p, memory, parts)], None
+    if plan.segment:
+        units = portable.units_of(p, plan.segment, tail=False)
+        segments = portable.segment_states(p, memory, units)
+        effects = plan._replace(BLOCK_V=128)
+        calls.append(states_call(p, memory, parts, effects, segments, output=False))
+    return Launches(spec, memory, [*calls, *last_calls(p, memory, parts, plan, segments)])
+
+
+def last_calls(
+    p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan, segments: Pointer | None
+) -> list[KernelCall]:
+    """All that needs the state before the tokens."""
+    joins = [] if segments is None else [portable.join_call(p, memory, segments, plan.segment)]
+    return [*joins, states_call(p, memory, parts, plan, segments, output=True)]
 
 
 class Parts(NamedTuple):
@@ -261,7 +265,7 @@ def _call(
 
 
 def _out(p: DeltaSpec) -> str:
-    """``transitions`` have no output, and no tokens after the last sequence that need zeros."""
+    """A first pass alone has no output, and no tokens after its rows that need zeros."""
     return "v" if p.out is None else "out"
 
 

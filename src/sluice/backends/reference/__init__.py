@@ -9,6 +9,7 @@ DEVICES = ("cpu", "cuda")
 OPS = {
     "prefill": "prefill",
     "transitions": "prefill",
+    "resume": "prefill",
     "decode": "decode",
     "verify": "verify",
     "commit": "verify",

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from sluice.backends import Launch, module_of, transitions_by
+from sluice.backends import Launch, module_of, passes_by
 from sluice.backends.triton import shipped, toolchain
 from sluice.backends.triton.toolchain import interpreted
-from sluice.contract.spec import DeltaSpec, Spec
+from sluice.contract.spec import PassSpec, Spec
 
 Progress = Callable[[str, int, int], None]
 MAX_HEAD_DIM = 256
@@ -23,6 +23,7 @@ DEVICES = ("cuda", "cpu") if interpreted() else ("cuda",)
 OPS = {
     "prefill": "prefill",
     "transitions": "transitions",
+    "resume": "transitions",
     "decode": "decode",
     "verify": "decode",
     "commit": "verify",
@@ -40,9 +41,8 @@ OPS = {
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernels."""
     module = module_of(__name__, OPS, spec.op)
-    if spec.op == "transitions" and not module.has_kernels(spec):
-        assert isinstance(spec, DeltaSpec)
-        return transitions_by(bind, spec)
+    if isinstance(spec, PassSpec) and not module.has_kernels(spec):
+        return passes_by(bind, spec)
     launch: Launch = launches(module, spec).bound()
     return launch
 

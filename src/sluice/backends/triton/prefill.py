@@ -274,7 +274,7 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
 def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]:
     """The parallel half: prefill_chunks.py's kernels over all chunks."""
     exact = p.dtype == torch.float32
-    out = "v" if p.out is None else "out"  # transitions have no output, and no tokens after it
+    out = "v" if p.out is None else "out"  # a first pass alone: no tokens after rows need zeros
     BLOCK_K = max(16, configs.power_of_two(p.K))
     sizes = {
         "cu_seqlens_ptr": memory.dense("cu_seqlens"),
@@ -350,18 +350,23 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     """The kernels of ``prefill`` by a given plan."""
     memory, p = Binding(spec), spec
     parts = workspace(p, memory)
-    calls = chunk_calls(p, memory, parts)
-    segment = plan.segment or WHOLE
-    units = units_of(p, segment, tail=False)
-    segments = None
+    calls, segments = chunk_calls(p, memory, parts), None
     if plan.segment and plan.segment < p.T:
-        segments = segment_states(p, memory, units)
+        segments = segment_states(p, memory, units_of(p, plan.segment, tail=False))
         calls += segment_calls(p, memory, parts, plan, segments)
-        calls.append(join_call(p, memory, segments, segment))
-    calls += [
+    return Launches(spec, memory, [*calls, *last_calls(p, memory, parts, plan, segments)])
+
+
+def last_calls(
+    p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan, segments: Pointer | None
+) -> list[KernelCall]:
+    """All that needs the state before the tokens."""
+    segment = plan.segment or WHOLE
+    joins = [] if segments is None else [join_call(p, memory, segments, segment)]
+    return joins + [
         kernel_call(
             PREFILL_STATE,
-            units * p.HV * configs.blocks(p.V, plan.BLOCK_V),
+            units_of(p, segment, tail=False) * p.HV * configs.blocks(p.V, plan.BLOCK_V),
             plan.config,
             p.device,
             **serial_arguments(p, memory, parts, plan),
@@ -383,7 +388,6 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
         )
         for hard in kinds(parts)
     ]
-    return Launches(spec, memory, calls)
 
 
 def kinds(parts: Parts) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""Segments' effects joined to maps from a row's first token, for sequences over ranks."""
+"""The effects of a row's segments joined to the map of the row, for sequences over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sluice.backends.triton.kernels.math import begin, divide
 @triton.jit(do_not_specialize=["segments", "HV", "inverse_HV"])
 def chain_kernel(
     effects_ptr,  # [B, segments, HV, K, V + K] float32: S_zero | M of each segment
-    maps_ptr,  # the same shape, written: S_zero | M from the row's first token to the segment's end
+    map_ptr,  # [B, HV, K, V + K] float32, written: S_zero | M of the row
     segments,
     HV,
     inverse_HV,  # of divide
@@ -41,4 +41,5 @@ def chain_kernel(
             effects_ptr + at + offs_v[None, :], mask=tile & (offs_v < V)[None, :], other=0.0
         )
         S = tl.dot(M, S, acc=S_zero, input_precision=PRECISION)
-        tl.store(maps_ptr + at + offs_v[None, :], S, mask=tile)
+    at = (batch * HV + head_v) * (K * (V + K)) + offs_k[:, None] * (V + K) + offs_v[None, :]
+    tl.store(map_ptr + at, S, mask=tile)
