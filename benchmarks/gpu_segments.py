@@ -206,7 +206,13 @@ def time_on(R: int, T: int, f: Figures, message: int, wire: float, latency: floa
     scale, n = T / R / f.tokens, messages_of(R)
     steps = 1 if R <= GATHERED else math.ceil(math.log(R, FAN))
     exchange = steps * latency + n * message / wire * 1e6
-    return (f.begin + f.finish) * scale + exchange + (n - (R <= GATHERED)) * f.join
+    return (f.begin + f.finish) * scale + exchange + joins(R) * f.join
+
+
+def joins(R: int) -> int:
+    """Maps that the longest chain of R ranks is joined by, in a row."""
+    more = 0 if R <= GATHERED else math.ceil(math.log(R, FAN)) - 1
+    return messages_of(R) - 1 + more
 
 
 def messages_of(R: int) -> int:
