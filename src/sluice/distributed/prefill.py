@@ -249,16 +249,13 @@ def _check_share(call: Call, split: Split, ranks: Ranks, deliver: Deliver, excha
 
 def _check_values(call: Call, split: Split, rank: int, rows: PoolRows) -> None:
     """Check gates as the operator would, which may run too late for other ranks to hear of it."""
-    part, given = split.part(rank), {"g": call.g, "beta": call.beta}
-    for sequence, live in enumerate(rows.live):
-        row, tokens = sequence, slice(None)
-        if split.packed:
-            row, local = 0, sequence - part.first
-            tokens = slice(*part.bounds[local : local + 2]) if local >= 0 else slice(0)
-            live = live and part.first <= sequence < part.last
-        for name, x in given.items():
-            if live and x is not None:
-                values.finite("prefill", x[row, tokens], name)
+    part = split.part(rank)
+    here = range(part.first, part.last) if split.packed else range(len(rows.live))
+    for i, sequence in enumerate(here):
+        at = (0, slice(*part.bounds[i : i + 2])) if split.packed else (i, slice(None))
+        for name, x in (("g", call.g), ("beta", call.beta)):
+            if x is not None and rows.live[sequence]:
+                values.finite("prefill", x[at], name)
     for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
         values.finite("prefill", x, name)
 
