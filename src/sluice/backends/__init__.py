@@ -53,7 +53,7 @@ def torch_binder(package: str, ops: dict[str, str]) -> Callable[[Any], Launch]:
 
     def bind(spec: Any) -> Launch:
         if isinstance(spec, PassSpec):
-            return passes_by(bind, spec)
+            return transitions_by(bind, spec)
         function = getattr(module_of(package, ops, spec.op), spec.op)
 
         def launch(tensors: Sequence[Tensor | None]) -> None:
@@ -65,21 +65,17 @@ def torch_binder(package: str, ops: dict[str, str]) -> Callable[[Any], Launch]:
     return bind
 
 
-def passes_by(bind: Callable[[DeltaSpec], Launch], p: PassSpec) -> Launch:
-    """``transitions`` or ``resume`` by a backend's own ``prefill``, between which nothing is kept.
+def transitions_by(bind: Callable[[DeltaSpec], Launch], p: PassSpec) -> Launch:
+    """``transitions`` by a backend's own ``prefill``; nothing is kept for a second pass.
 
     S_zero is made from zero and M from the identity. The columns of a state do not meet, so these
     are two calls, the second without values.
     """
-    width = len(DeltaSpec.TENSORS)
-    if p.op == "resume":
-        whole = bind(p.prefill())
-        return lambda tensors: whole(tensors[:width])
     zero, one = (bind(spec) for spec in prefills_of(p))
 
     def launch(tensors: Sequence[Tensor | None]) -> None:
         t = p.views(tensors)
-        given = DeltaSpec.Tensors(*t[:width])._replace(q=t.k)
+        given = DeltaSpec.Tensors(*t[: len(DeltaSpec.TENSORS)])._replace(q=t.k)
         S_zero, M = (x.contiguous() for x in t.map.split([p.V, p.K], dim=-1))
         M.copy_(torch.eye(p.K, dtype=M.dtype, device=M.device))
         nothing = t.v.new_zeros(p.B, p.T, p.HV, p.K)

@@ -16,6 +16,7 @@ from sluice.calls import Canonical, Operator
 from sluice.contract import checks
 from sluice.contract.names import BackendName
 from sluice.contract.spec import PassSpec
+from sluice.ops.delta import prefill
 
 _MAP = PassSpec.TENSORS.index("map")
 
@@ -73,8 +74,16 @@ def transitions(call: Passes) -> tuple[Tensor, Tensor]:
 
 
 def resume(call: Passes, kept: Tensor) -> None:
-    """The second pass: ``out`` and the final state, by the same call with ``state`` filled in."""
-    call._call(RESUME, kept)
+    """The second pass: ``out`` and the final state, by the same call with ``state`` filled in.
+
+    Where the backend of the first pass kept nothing, it is an ordinary prefill.
+    """
+    if kept.numel() > 0:
+        call._call(RESUME, kept)
+        return
+    options = call._asdict()
+    del options["segment"]
+    prefill(**options)
 
 
 def _canonical(t: Any, options: tuple[Any, ...], form: None) -> Canonical:

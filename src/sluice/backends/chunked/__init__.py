@@ -13,7 +13,6 @@ DEVICES = reference.DEVICES
 OPS = {
     "prefill": "prefill",
     "transitions": "prefill",
-    "resume": "prefill",
     "prefill_backward": "prefill_backward",
 }
 bind = torch_binder(__name__, OPS)

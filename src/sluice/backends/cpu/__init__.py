@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sluice.backends import Launch, module_of, passes_by
+from sluice.backends import Launch, module_of, transitions_by
 from sluice.backends.cpu.garbage import no_search_for_garbage
 from sluice.contract.spec import PassSpec, Spec
 
@@ -23,7 +23,6 @@ DEVICES = ("cpu",)
 OPS = {
     "prefill": "prefill",
     "transitions": "prefill",
-    "resume": "prefill",
     "decode": "decode",
     "verify": "verify",
     "commit": "verify",
@@ -37,7 +36,7 @@ OPS = {
     "rms_norm_gated_backward": "norm_backward",
 }
 CHECKS_VALUES = True
-KERNEL_OF = {"verify": "decode", "transitions": "prefill", "resume": "prefill"}
+KERNEL_OF = {"verify": "decode", "transitions": "prefill"}
 """The kernel of an operator, where it is not the operator's own."""
 FOR_ONE_TOKEN = {"decode": "decode_one", "step": "step_one"}
 """Smaller kernels, where every sequence has one token."""
@@ -46,7 +45,7 @@ FOR_ONE_TOKEN = {"decode": "decode_one", "step": "step_one"}
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernel."""
     if isinstance(spec, PassSpec):
-        return passes_by(bind, spec)
+        return transitions_by(bind, spec)
     with no_search_for_garbage():
         launch: Launch = module_of(__name__, OPS, spec.op).bind(spec)
     return launch

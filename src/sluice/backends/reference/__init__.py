@@ -9,7 +9,6 @@ DEVICES = ("cpu", "cuda")
 OPS = {
     "prefill": "prefill",
     "transitions": "prefill",
-    "resume": "prefill",
     "decode": "decode",
     "verify": "verify",
     "commit": "verify",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sluice.backends import Launch, module_of, passes_by
+from sluice.backends import Launch, module_of, transitions_by
 from sluice.backends.triton import shipped, toolchain
 from sluice.backends.triton.toolchain import interpreted
 from sluice.contract.spec import PassSpec, Spec
@@ -42,7 +42,7 @@ def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernels."""
     module = module_of(__name__, OPS, spec.op)
     if isinstance(spec, PassSpec) and not module.has_kernels(spec):
-        return passes_by(bind, spec)
+        return transitions_by(bind, spec)
     launch: Launch = launches(module, spec).bound()
     return launch
 

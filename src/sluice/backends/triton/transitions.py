@@ -30,14 +30,14 @@ BLOCK_V = 16
 
 
 def has_kernels(p: PassSpec) -> bool:
-    """Whether segments run side by side; else ``prefill`` serves both passes (``passes_by``)."""
+    """Whether segments run side by side; else ``prefill`` makes the map (``transitions_by``)."""
     return p.dtype != torch.float32 and p.K <= 128 and p.decay != "key"
 
 
 def launches(p: PassSpec) -> Launches:
-    """The kernels of a pass; where ``prefill`` serves it, those of one of its calls."""
+    """The kernels of a pass; where ``prefill`` makes the map, those of one of its calls."""
     if not has_kernels(p):
-        return prefill.launches(p.prefill() if p.op == "resume" else prefills_of(p)[0])
+        return prefill.launches(prefills_of(p)[0])
     memory = Binding(p)
     parts = prefill.workspace(p, memory)
     plan = prefill.widths(p)[1]._replace(segment=p.segment)
