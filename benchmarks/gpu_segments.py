@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import sluice
 from sluice.distributed import Ranks, Split, forward, move, parallelize, prefill_segments
 from sluice.distributed.prefill import prefill as prefill_over_ranks
-from sluice.distributed.scan import GATHERED
+from sluice.distributed.rows import PoolRows
+from sluice.distributed.scan import FAN, GATHERED
 from sluice.distributed.share import Share
 from sluice.distributed.transition import Call, join
 from sluice.layers import GatedDeltaNet, QwenShape
@@ -43,10 +44,9 @@ class Figures(NamedTuple):
     """Measured microseconds of one rank's work, for ``tokens`` tokens a rank."""
 
     tokens: int
-    whole: float  # prefill of as many tokens: what the first rank does
-    begin: float  # a middle rank, before the exchange
-    finish: float  # and after it, without the states of a long chain
-    join: float  # composing the maps of 64 ranks
+    begin: float  # the slower of the first rank and a middle one, before the exchange
+    finish: float  # a middle rank, after it, without the states of a long chain
+    join: float  # one map more in a chain of ranks
 
 
 # ------------------------------------------------------------------------------------ the inputs
@@ -82,16 +82,22 @@ def require(name: str, value: float, limit: float) -> float:
 
 
 def microseconds(device: str, call: Callable[[], Any]) -> float:
-    """The median time of a call, started as a program starts it: launches included."""
+    """The median time of a call: replays of a CUDA graph of it, or by the host's clock."""
     call()
+    run, finished = call, lambda: None
+    if device == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        run, finished = graph.replay, torch.cuda.synchronize
+        run()
     times = []
-    for _ in range(5 if device == "cuda" else 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
+    for _ in range(20 if device == "cuda" else 1):
+        finished()
         start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        run()
+        finished()
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
 
@@ -138,17 +144,16 @@ def exchanges(device: str) -> None:
 
 
 def against_the_oracle(device: str, dtype: torch.dtype, T: int) -> None:
-    """Short, and exact: the worst of both methods and of the unsplit prefill."""
+    """Short, and exact: in parts, and unsplit."""
     args = inputs(T, 2, 4, device, dtype)
     exact, exact_state = oracle.delta(**args)
     half = dtype != torch.float32
     limit = 1e-2 if half else (1e-4 if device == "cuda" else 1e-5)
     o, state = sluice.prefill(**args)
     line = [f"unsplit {error(o, exact):.1e} {error(state, exact_state):.1e}"]
-    for method in ("correct", "rerun"):
-        o, state = prefill_segments(**args, split=Split.even(T, 4), method=method)
-        errors = [error(o, exact), error(state, exact_state)]
-        line.append(f"{method} " + " ".join(f"{require(method, e, limit):.1e}" for e in errors))
+    o, state = prefill_segments(**args, split=Split.even(T, 4))
+    errors = [error(o, exact), error(state, exact_state)]
+    line.append("in parts " + " ".join(f"{require('in parts', e, limit):.1e}" for e in errors))
     print(f"{T} tokens in 4 parts against float64, {dtype}, o and state: {'; '.join(line)}")
 
 
@@ -158,61 +163,64 @@ def segments(device: str, T: int, R: int, heads: tuple[int, int], dtype: torch.d
     split = Split(tuple(T * r // R for r in range(R + 1)))
     whole, after = sluice.prefill(**args)
     limit = 1e-2 if dtype != torch.float32 else 1e-4
-    errors = []
-    for method in ("correct", "rerun"):
-        o, state = prefill_segments(**args, split=split, method=method)
-        errors.append(require(f"{method}: o", error(o, whole), limit))
-        errors.append(require(f"{method}: state", error(state, after), limit))
+    o, state = prefill_segments(**args, split=split)
+    errors = [require("o", error(o, whole), limit), require("state", error(state, after), limit)]
     del o, whole
     call = Call(*args.values(), None, None, {})  # type: ignore[arg-type]
+    rows = PoolRows("segments", torch.zeros(1, heads[1], V, K, device=device), 1, *[None] * 3, -1)
 
-    def share(rank: int, method: str) -> Share:
+    def share(rank: int) -> Share:
         part = split.part(rank)
-        return Share(call.span(part.start, part.stop), split, rank, None, method)  # type: ignore[arg-type]
+        return Share(call.span(part.start, part.stop), split, rank, rows)
 
     middle = 1 if R > 2 else R - 1
-    messages = torch.stack([share(rank, "correct").begin() for rank in range(R)])
-    begin, finish = {}, {}
-    for method in ("correct", "rerun"):
-        begun = share(middle, method)
-        begun.begin()
-        X = join(messages, split.part(middle).chain, V, True)
-        begin[method] = microseconds(device, lambda m=method: share(middle, m).begin())  # type: ignore[misc]
-        finish[method] = microseconds(device, lambda s=begun, x=X: s.finish(x))  # type: ignore[misc]
-    first = microseconds(device, lambda: share(0, "correct").begin())
+    messages = torch.stack([share(rank).begin() for rank in range(R)])
+    begun = share(middle)
+    begun.begin()
+    X = join(messages, split.part(middle).chain, V, True)
+    begin = microseconds(device, lambda: share(middle).begin())
+    first = microseconds(device, lambda: share(0).begin())
+    finish = microseconds(device, lambda: begun.finish(X))
     unsplit = microseconds(device, lambda: sluice.prefill(**args))
-    many = messages[[middle] * 64]
-    joined = microseconds(device, lambda: join(many, tuple(range(64)), V, True))
-    path = {m: max(first, begin[m]) + joined * levels(R) + finish[m] for m in begin}
+    part = microseconds(device, lambda: call.span(0, T // R).run(X.clone()))
+    many = messages[[middle] * 9]
+    joined = (
+        microseconds(device, lambda: join(many, tuple(range(9)), V, True))
+        - microseconds(device, lambda: join(many, (0, 1), V, True))
+    ) / 7
+    path = max(first, begin) + joined * (R - 1) + finish
     print(
-        f"{heads[0]}/{heads[1]} {T:>7} {R:>2}  {unsplit:>9.0f} {first:>8.0f}"
-        + "".join(f" {begin[m]:>8.0f} {finish[m]:>8.0f} {unsplit / path[m]:>5.2f}x" for m in path)
-        + f" {joined:>6.0f}  {messages[0].nbytes / 2**20:.2f}  "
-        + " ".join(f"{e:.1e}" for e in errors),
+        f"{heads[0]}/{heads[1]} {T:>7} {R:>2}  {unsplit:>9.0f} {part:>8.0f} {first:>8.0f}"
+        f" {begin:>8.0f} {finish:>8.0f} {joined:>6.1f} {unsplit / path:>5.2f}x "
+        f" {messages[0].nbytes / 2**20:.2f}  " + " ".join(f"{e:.1e}" for e in errors),
         flush=True,
     )
-    return Figures(T // R, first, begin["correct"], finish["correct"], joined)
+    return Figures(T // R, max(first, begin), finish, joined)
 
 
 # -------------------------------------------------------------------------------- the scaling model
 
 
 def time_on(R: int, T: int, f: Figures, message: int, wire: float, latency: float) -> float:
-    """Microseconds for T tokens on R > 1 ranks: the formula (D3) of docs/distributed.md."""
-    scale = T / R / f.tokens
-    steps = 1 if R <= GATHERED else math.ceil(math.log2(R)) + 1
-    exchange = steps * latency + received(R, message) / wire * 1e6
-    return (max(f.whole, f.begin) + f.finish) * scale + exchange + levels(R) * f.join
+    """Microseconds for T tokens on R > 1 ranks: the formula (X3) of docs/distributed.md."""
+    scale, n = T / R / f.tokens, messages_of(R)
+    steps = 1 if R <= GATHERED else math.ceil(math.log(R, FAN))
+    exchange = steps * latency + n * message / wire * 1e6
+    return (f.begin + f.finish) * scale + exchange + joins(R) * f.join
 
 
-def received(R: int, message: int) -> float:
-    """Bytes a rank receives at most: all messages gathered, or those of a scan."""
-    return message * ((R - 1) if R <= GATHERED else math.ceil(math.log2(R)) + 0.5)
+def joins(R: int) -> int:
+    """Maps that the longest chain of R ranks is joined by, in a row."""
+    more = 0 if R <= GATHERED else math.ceil(math.log(R, FAN)) - 1
+    return messages_of(R) - 1 + more
 
 
-def levels(R: int) -> float:
-    """Products in a row that the longest chain of R ranks takes, as a part of 64 ranks' six."""
-    return math.ceil(math.log2(R)) / 6
+def messages_of(R: int) -> int:
+    """Messages a rank receives at most: all gathered, or those of a scan."""
+    if R <= GATHERED:
+        return R - 1
+    reach = [FAN**i for i in range(math.ceil(math.log(R, FAN)))]
+    return sum(min(FAN - 1, (R - 1) // r) for r in reach)
 
 
 def model(
@@ -229,7 +237,7 @@ def model(
     for R in (2, 4, 8, 16, 32, 64):
         f = min(figures, key=lambda f, R=R: abs(math.log(f.tokens * R / MILLION)))  # type: ignore[misc]
         time_ = time_on(R, MILLION, f, message, wire, latency)
-        mib = received(R, message) / 2**20
+        mib = messages_of(R) * message / 2**20
         print(f"| {R} | {MILLION // R:,} | {mib:.1f} | {time_:,.0f} | {one / time_:.1f} |")
 
 
@@ -264,8 +272,8 @@ def run(
     exchanges(device)
     against_the_oracle(device, dtype, min(2048, T))
     print(
-        "\nheads  tokens  R  one device    first  | correct: begin, finish, x | rerun: begin, "
-        "finish, x | join of 64, MiB a message | errors: o, state, o, state   (µs)"
+        "\nheads  tokens  R  one device  a part | first rank, middle rank, after the exchange, "
+        "a join | x, MiB a message | errors: o, state   (µs, CUDA graphs)"
     )
     lengths = [n for n in (T // 16, T // 4, T) if n >= 256] or [T]
     figures = [segments(device, n, R, heads, dtype) for n in lengths for R in (2, 4, 8)]

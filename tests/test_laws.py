@@ -54,7 +54,7 @@ RANKS = {
 ADAPTERS = 8  # integrations, distributed, and others that use the public names
 PROGRAMS = {"progress": 8, "demo": 9, "bench": 9, "cli": 10}  # and these may use testing
 CORE = ("dispatch", "calls", "torch_ops")  # what adapters reach through the public operators
-KERNEL_FILES = {"prefill", "decode", "verify", "conv", "conv_qkv", "norm", "step"}
+KERNEL_FILES = {"prefill", "transitions", "decode", "verify", "conv", "conv_qkv", "norm", "step"}
 KERNEL_FILES |= {f"{name}_backward" for name in ("prefill", "conv", "norm")}
 
 # Optional packages, and the only places that may import each.

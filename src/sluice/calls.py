@@ -192,7 +192,7 @@ def run(
 def _bind(
     name: str, form: Any, options: tuple[Any, ...], metas: tuple[Any, ...], backend: str | None
 ) -> Bound:
-    op = OPERATORS.get(name) or BACKWARD[name]
+    op = OPERATORS.get(name) or INTERNAL[name]
     described = tuple(None if m is None else Meta(*m) for m in metas)
     spec, outputs = _describe(op, described, options, form)
     choice = dispatch.choose(spec, backend, op.check_values)
@@ -396,5 +396,5 @@ class _NoGradient(torch.autograd.Function):
 
 OPERATORS: dict[str, Operator] = {}
 """Every operator by name; ``ops`` registers them."""
-BACKWARD: dict[str, Operator] = {}
-"""The backward of operators, ``<op>_backward``."""
+INTERNAL: dict[str, Operator] = {}
+"""Operators that no program calls by name: ``<op>_backward``, ``transitions``, ``resume``."""

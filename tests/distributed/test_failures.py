@@ -117,7 +117,6 @@ def disagree(rank, size):
     expect(unless_odd({"split": other}), "split: expected")
     expect(unless_odd({"deliver": 0}), "deliver: expected end (rank 0), got 0")
     expect(unless_odd({"exchange": "scan"}), "exchange: expected auto (rank 0), got scan")
-    expect(unless_odd({"method": "rerun"}), "method: expected correct (rank 0), got rerun")
     expect(unless_odd({"beta": None}), "beta: expected True (rank 0), got False")
     expect(unless_odd({"scale": 2.0}), "options: expected")
     out_of_step(rank, size, ranks, split)
@@ -150,7 +149,6 @@ def refuse(rank, size):
         ({"g": nan}, "prefill: g"),  # found by the operator, after the metadata checks
         ({"deliver": size}, "deliver: expected"),
         ({"deliver": "first"}, "deliver: expected"),
-        ({"method": "guess"}, "method: expected"),
         ({"exchange": "mail"}, "exchange: expected"),
         ({"split": Split((0, 64))}, f"split: expected parts for {size} ranks, got 1"),
     )

@@ -28,7 +28,7 @@ def run(*command: str) -> str:
 def test_the_context_parallel_example_runs_under_torchrun():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     printed = run(*launcher, "examples/context_parallel.py", "--tokens", "512", *PLAIN)
-    found = [float(x) for x in re.findall(r"against one device: (\S+)", printed)]
+    found = [float(x) for x in re.findall(r"against one device: ([\d.e+-]+)", printed)]
     assert len(found) == 3
     assert max(found) < 1e-5
     assert "prefill.transitions: 1 exchanges, 1,048,576 bytes sent" in printed
@@ -38,4 +38,4 @@ def test_the_segments_benchmark_runs_on_a_cpu():
     printed = run("benchmarks/gpu_segments.py", "--device", "cpu", "--tokens", "256", *PLAIN)
     assert "world size 1: every exchange matched" in printed
     assert len(re.findall(r"^2/8 +256 +[248] ", printed, re.MULTILINE)) == 3
-    assert "| 64 | 16,384 | 6.5 |" in printed
+    assert "| 64 | 16,384 | 9.0 |" in printed

@@ -10,9 +10,9 @@ import torch
 
 import sluice
 from sluice.contract.errors import ContractError, SluiceError
-from sluice.distributed import Split, prefill_segments
+from sluice.distributed import Split, prefill_segments, transition
 from sluice.distributed.prefill import _canonical
-from sluice.distributed.transition import composed, decay_piece, delta_piece, join
+from sluice.distributed.transition import Piece, join
 from sluice.testing import inputs, oracle
 from sluice.testing.compare import (
     FLOAT32_CPU,
@@ -22,7 +22,6 @@ from sluice.testing.compare import (
     assert_within,
 )
 
-BOTH = ("correct", "rerun")
 RULES = ("gated delta", "delta", "gated", "linear")
 
 
@@ -50,6 +49,19 @@ def call(
     return args, inputs.recurrent_state(gen, B, HV, V, K).to(wide)
 
 
+def piece_call(args):
+    """The arguments as pieces take them."""
+    names = ("q", "k", "v", "g", "beta")
+    return _canonical(*[args.get(name) for name in names], None, None, "bthd")
+
+
+@pytest.fixture
+def many_processors(monkeypatch):
+    """Pieces are cut into segments of 64 tokens, as a GPU with idle SMs would cut them."""
+    monkeypatch.setattr(transition, "processors", lambda device: 1024)
+    monkeypatch.setattr(transition, "SHORTEST", 64)
+
+
 def assert_exact(got, args, tolerance=FLOAT32_CPU, **options):
     o, state = oracle.delta(**args, **options)
     assert_within(got[0], o, tolerance, name="o", per=got[0].dim() - 2)
@@ -57,31 +69,70 @@ def assert_exact(got, args, tolerance=FLOAT32_CPU, **options):
     assert_within(got[1], state, FLOAT32_CPU, name="state", per=1)
 
 
-@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize("per_key", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_segments_equal_the_oracle(rule, per_key, method):
+def test_segments_equal_the_oracle(rule, per_key):
     args, state = call(rule=rule, per_key=per_key)
-    got = prefill_segments(
-        **args, state=state.clone(), split=Split((0, 64, 100, 101, 200)), method=method
-    )
+    got = prefill_segments(**args, state=state.clone(), split=Split((0, 64, 100, 101, 200)))
     assert_exact(got, args, state=state)
 
 
-@pytest.mark.parametrize("method", BOTH)
+@pytest.mark.parametrize("backend", ["cpu", "chunked", "reference"])
+def test_pieces_in_segments_equal_the_oracle(backend, many_processors):
+    """Parts that begin, pass on and end a sequence, each in two passes over several segments."""
+    args, state = call(T=600)
+    args["k"], args["q"] = args["k"] * 2, args["q"] * 3
+    split = Split((0, 200, 390, 600))
+    pieces = [Piece(piece_call(args).span(*split.borders[i : i + 2])) for i in range(3)]
+    assert [(piece.segment, piece.split) for piece in pieces] == [(128, True)] * 3
+    got = prefill_segments(
+        **args, state=state.clone(), split=split, normalize_qk=True, backend=backend
+    )
+    assert_exact(got, args, state=state, normalize_qk=True)
+
+
+def test_packed_pieces_in_segments_equal_the_oracle(many_processors):
+    """A tail in segments between whole sequences, a head in segments, and one that is padding."""
+    args, _ = call(T=700)
+    packed = {name: x[0] for name, x in args.items()}
+    bounds = inputs.cu_seqlens((30, 250, 0, 300, 120))
+    pool = inputs.recurrent_state(inputs.generator(5), 5, 4, 16, 16).float()
+    split = Split((0, 200, 430, 700), bounds)
+    slots = torch.tensor([0, 1, 2, -1, 4])
+    got = prefill_segments(**packed, state=pool.clone(), slots=slots, split=split)
+    o, exact = oracle.delta(**packed, state=pool, slots=slots, cu_seqlens=bounds)
+    assert_within(got[0], o, FLOAT32_CPU, name="o")
+    assert bool((got[0][280:580] == 0).all())
+    assert_within(got[1], exact, FLOAT32_CPU, name="state", per=0)
+
+
+def test_a_piece_is_cut_to_fill_the_device_and_never_short(monkeypatch):
+    """As many segments as SMs per value head, of whole chunks; one on a CPU and if bits count."""
+    args, _ = call(T=70, B=1)
+    c = piece_call({name: x.expand(1, 70, *x.shape[2:]) for name, x in args.items()})
+    long = c._replace(v=c.v.new_empty(1, 65536, 4, 16, device="meta"))
+    assert transition.segment_tokens(c) == 128
+    assert transition.segment_tokens(long) == 65536
+    monkeypatch.setattr(transition, "processors", lambda device: 132)
+    assert transition.segment_tokens(c) == 128
+    assert transition.segment_tokens(long) == 2048, "33 segments of 1,985.9 tokens, in whole chunks"
+    assert transition.segment_tokens(long._replace(v=long.v[:, :8192])) == 1024
+    assert transition.segment_tokens(long._replace(options={"batch_invariant": True})) == 65536
+    assert transition.segment_tokens(long._replace(beta=None)) == 65536
+
+
 @pytest.mark.parametrize("gates", inputs.GATES)
 @pytest.mark.parametrize("kind", inputs.KEYS)
-def test_segments_hold_for_hard_keys_and_gates(kind, gates, method):
+def test_segments_hold_for_hard_keys_and_gates(kind, gates):
     args, state = call(kind=kind, gates=gates)
-    got = prefill_segments(**args, state=state.clone(), split=Split.even(200, 3), method=method)
+    got = prefill_segments(**args, state=state.clone(), split=Split.even(200, 3))
     assert_exact(got, args, state=state)
 
 
-@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_within_what_is_expected(dtype, method):
+def test_half_precision_stays_within_what_is_expected(dtype):
     args, state = call(T=300, kind="correlated", gates="mixed", dtype=dtype)
-    got = prefill_segments(**args, state=state.clone(), split=Split.even(300, 4), method=method)
+    got = prefill_segments(**args, state=state.clone(), split=Split.even(300, 4))
     assert got[0].dtype == dtype
     assert_exact(got, args, HALF_EXPECTED, state=state)
 
@@ -97,7 +148,6 @@ def test_float64_is_exact_to_float64(rule):
     assert_within(got[1], exact, FLOAT64, name="state")
 
 
-@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize("rule", ["gated delta", "gated"])
 @pytest.mark.parametrize(
     "heads",
@@ -110,26 +160,22 @@ def test_float64_is_exact_to_float64(rule):
     ],
     ids=lambda h: "-".join(f"{k}{v}" for k, v in h.items()),
 )
-def test_heads_of_any_grouping_and_width(heads, rule, method):
+def test_heads_of_any_grouping_and_width(heads, rule):
     args, state = call(T=90, rule=rule, **heads)
-    got = prefill_segments(**args, state=state.clone(), split=Split.even(90, 2), method=method)
+    got = prefill_segments(**args, state=state.clone(), split=Split.even(90, 2))
     assert_exact(got, args, state=state)
 
 
-@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize("rule", ["gated delta", "gated"])
 @pytest.mark.parametrize("per_key", [False, True])
-def test_raw_gates_and_options_reach_every_segment(per_key, rule, method):
+def test_raw_gates_and_options_reach_every_segment(per_key, rule):
     args, state = call(rule=rule, per_key=per_key, raw=True)
     options = {"scale": 0.3, "normalize_qk": True, "neg_eigval": "delta" in rule}
     args["q"], args["k"] = 3 * args["q"], 2 * args["k"]
-    got = prefill_segments(
-        **args, **options, state=state.clone(), split=Split.even(200, 3), method=method
-    )
+    got = prefill_segments(**args, **options, state=state.clone(), split=Split.even(200, 3))
     assert_exact(got, args, state=state, **options)
 
 
-@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize(
     ("borders", "lengths"),
     [
@@ -141,22 +187,19 @@ def test_raw_gates_and_options_reach_every_segment(per_key, rule, method):
         ((0, 60, 120), ()),  # nothing but padding
     ],
 )
-def test_packed_sequences_across_borders(borders, lengths, method):
+def test_packed_sequences_across_borders(borders, lengths):
     args, _ = call(T=120)
     bounds = inputs.cu_seqlens(lengths)
     state = inputs.recurrent_state(inputs.generator(5), max(len(lengths), 1), 4, 16, 16).float()
     packed = {name: x[0] for name, x in args.items()}
-    got = prefill_segments(
-        **packed, state=state.clone(), split=Split(borders, bounds), method=method
-    )
+    got = prefill_segments(**packed, state=state.clone(), split=Split(borders, bounds))
     o, exact = oracle.delta(**packed, state=state, cu_seqlens=bounds)
     assert_within(got[0], o, FLOAT32_CPU, name="o")
     assert_within(got[1], exact, FLOAT32_CPU, name="state", per=0)
 
 
-@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-def test_pools_slots_padding_and_new_sequences(layout, method):
+def test_pools_slots_padding_and_new_sequences(layout):
     args, _ = call(T=120)
     bounds = inputs.cu_seqlens((20, 50, 10, 40))
     pool = inputs.recurrent_state(inputs.generator(5), 7, 4, 16, 16).float()
@@ -171,7 +214,7 @@ def test_pools_slots_padding_and_new_sequences(layout, method):
     packed = {name: x[0] for name, x in args.items()}
     before = pool.clone()
     split = Split((0, 30, 75, 120), bounds)
-    got = prefill_segments(**packed, **rows, state=pool, split=split, method=method)
+    got = prefill_segments(**packed, **rows, state=pool, split=split)
     clean = before.clone()
     clean[3] = 0.0
     o, exact = oracle.delta(**packed, **rows, state=clean, cu_seqlens=bounds)
@@ -215,25 +258,11 @@ def test_a_transition_takes_any_state_behind_its_piece(rule):
     args, state = call(T=70, rule=rule, gates="weak")
     state = 1000 * state
     _, behind = sluice.prefill(**args, state=state.clone())
-    piece_call = _canonical(
-        args["q"], args["k"], args["v"], args.get("g"), args.get("beta"), None, None, "bthd"
-    )
-    delta = "delta" in rule
-    piece = delta_piece(piece_call) if delta else decay_piece(piece_call, False)
-    before = torch.cat([state, piece.message[:, :, 16:]], dim=2)  # its own transition is not used
-    joined = join(torch.stack([before, piece.message]), (0, 1), 16, delta)
+    piece = Piece(piece_call(args))
+    assert_within(piece.after(state), behind, FLOAT32_CPU, name="state")
+    before = torch.cat([state, piece.map[:, :, 16:]], dim=2)  # its own transition is not used
+    joined = join(torch.stack([before, piece.map]), (0, 1), 16, "delta" in rule)
     assert_within(joined, behind, FLOAT32_CPU, name="state")
-
-
-@pytest.mark.parametrize("delta", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 8])
-def test_maps_composed_in_pairs_are_maps_in_a_row(n, delta):
-    """A GPU takes log n products, a CPU n."""
-    gen, V, K = inputs.generator(n), 6, 5
-    maps = inputs.normal(gen, n + 1, 2, 3, V + (K if delta else 1), K)
-    row = join(maps, tuple(range(n + 1)), V, delta)
-    one = composed(maps[1:], V, delta)
-    assert_within(join(torch.stack([maps[0], one]), (0, 1), V, delta), row, FLOAT64, name="state")
 
 
 def test_segments_with_one_rank_are_prefill_to_the_bit():

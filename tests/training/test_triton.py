@@ -33,7 +33,7 @@ def backward_of(leaves, options, do, dfinal):
     bounds = options.get("cu_seqlens")
     given += [None if bounds is None else bounds.to(DEVICE), None, do.to(DEVICE), dfinal.to(DEVICE)]
     kept = tuple(options[n] for n in ("scale", "normalize_qk", "neg_eigval", "state_layout"))
-    op = calls.BACKWARD["prefill_backward"]
+    op = calls.INTERNAL["prefill_backward"]
     made = calls.run(op, [*given, *[None] * len(ARGUMENTS)], kept, None, "triton")
     made = zip(ARGUMENTS, made[len(given) :], strict=True)
     return {n: x.cpu() for n, x in made if n in leaves}

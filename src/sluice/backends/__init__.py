@@ -37,6 +37,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sluice.contract.meta import Meta
+from sluice.contract.spec import DeltaSpec, PassSpec
+
 Launch = Callable[[Sequence[Tensor | None]], None]
 
 
@@ -49,6 +52,8 @@ def torch_binder(package: str, ops: dict[str, str]) -> Callable[[Any], Launch]:
     """The ``bind`` of a backend in plain torch: ``<op>(spec, tensors)``, tensors canonical."""
 
     def bind(spec: Any) -> Launch:
+        if isinstance(spec, PassSpec):
+            return transitions_by(bind, spec)
         function = getattr(module_of(package, ops, spec.op), spec.op)
 
         def launch(tensors: Sequence[Tensor | None]) -> None:
@@ -58,3 +63,36 @@ def torch_binder(package: str, ops: dict[str, str]) -> Callable[[Any], Launch]:
         return launch
 
     return bind
+
+
+def transitions_by(bind: Callable[[DeltaSpec], Launch], p: PassSpec) -> Launch:
+    """``transitions`` by a backend's own ``prefill``; nothing is kept for a second pass.
+
+    S_zero is made from zero and M from the identity. The columns of a state do not meet, so these
+    are two calls, the second without values.
+    """
+    zero, one = (bind(spec) for spec in prefills_of(p))
+
+    def launch(tensors: Sequence[Tensor | None]) -> None:
+        t = p.views(tensors)
+        given = DeltaSpec.Tensors(*t[: len(DeltaSpec.TENSORS)])._replace(q=t.k)
+        S_zero, M = (x.contiguous() for x in t.map.split([p.V, p.K], dim=-1))
+        M.copy_(torch.eye(p.K, dtype=M.dtype, device=M.device))
+        nothing = t.v.new_zeros(p.B, p.T, p.HV, p.K)
+        zero(given._replace(state=S_zero.zero_(), out=t.v.new_empty(t.v.shape)))
+        one(given._replace(v=nothing, state=M, out=torch.empty_like(nothing)))
+        t.map.copy_(torch.cat([S_zero, M], dim=-1))
+
+    return launch
+
+
+def prefills_of(p: PassSpec) -> tuple[DeltaSpec, DeltaSpec]:
+    """The calls of ``prefill`` that make S_zero and M."""
+    assert p.map is not None
+
+    def one(v: Meta, width: int) -> DeltaSpec:
+        assert p.map is not None
+        state, out = p.map.new_empty(p.B, p.HV, p.K, width), v.new_empty(p.B, p.T, p.HV, width)
+        return p.prefill(q=p.k, v=v, state=state, out=out, state_layout="kv")
+
+    return one(p.v, p.V), one(p.v.new_empty(p.B, p.T, p.HV, p.K), p.K)

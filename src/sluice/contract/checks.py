@@ -9,6 +9,7 @@ import torch
 
 from sluice.contract import drafts
 from sluice.contract import require as shared
+from sluice.contract.chunk_length import CHUNK
 from sluice.contract.draft_spec import CommitSpec, VerifySpec
 from sluice.contract.meta import Meta
 from sluice.contract.require import FLOATS, INTEGERS, Require
@@ -18,6 +19,7 @@ from sluice.contract.spec import (
     ConvSpec,
     DeltaSpec,
     NormSpec,
+    PassSpec,
     StepSpec,
 )
 
@@ -25,6 +27,33 @@ from sluice.contract.spec import (
 def delta(spec: DeltaSpec) -> None:
     """Check a ``prefill``, ``decode`` or ``verify`` call."""
     require = Require(spec.op, spec.q.device)
+    N, (B, T, HV, K) = _recurrence(require, spec)
+    q, v, HQ, V = spec.q, spec.v, spec.HQ, spec.V
+    if spec.op != "prefill" and not spec.varlen:
+        most = MAX_DECODE_TOKENS
+        require(most >= T, "q", f"at most {most} tokens per row", f"T={T}")
+    require.choice(spec.state_layout, "state_layout", ("vk", "kv"))
+    tail = (V, K) if spec.state_layout == "vk" else (K, V)
+    shared.state(require, spec, (HV, *tail), N, q.dtype)
+    shared.addressing(require, spec, N, None if spec.varlen else T)
+    shared.checkpoints(require, spec, N)
+    if spec.scale is not None:
+        require.number(spec.scale, "scale")
+    require.out(spec.out, "out", (B, T, max(HQ, HV), V), v.dtype)
+    require.innermost(spec.out, "out")
+
+
+def passes(spec: PassSpec) -> None:
+    """Check a ``transitions`` or ``resume`` call; state, out, map and kept are made to fit."""
+    require = Require(spec.op, spec.q.device)
+    _recurrence(require, spec)
+    require(spec.delta, "beta", "a tensor: without it the transition is the decay", None)
+    ok = spec.segment > 0 and spec.segment % CHUNK == 0
+    require(ok, "segment", f"a multiple of {CHUNK} tokens", spec.segment)
+
+
+def _recurrence(require: Require, spec: DeltaSpec) -> tuple[int, tuple[int, int, int, int]]:
+    """Check tokens and gates; N, and B, T, HV and K."""
     q, k, v = spec.q, spec.k, spec.v
     require(q.dim() == 4, "q", "4 dimensions [B, T, HQ, K]", f"shape {list(q.shape)}")
     B, T, HQ, K = q.shape
@@ -44,19 +73,8 @@ def delta(spec: DeltaSpec) -> None:
         f"{HQ} heads",
     )
     N = shared.sequences(require, spec, B)
-    if spec.op != "prefill" and not spec.varlen:
-        most = MAX_DECODE_TOKENS
-        require(most >= T, "q", f"at most {most} tokens per row", f"T={T}")
     _gates(require, spec, (B, T, HV, K))
-    require.choice(spec.state_layout, "state_layout", ("vk", "kv"))
-    tail = (V, K) if spec.state_layout == "vk" else (K, V)
-    shared.state(require, spec, (HV, *tail), N, q.dtype)
-    shared.addressing(require, spec, N, None if spec.varlen else T)
-    shared.checkpoints(require, spec, N)
-    if spec.scale is not None:
-        require.number(spec.scale, "scale")
-    require.out(spec.out, "out", (B, T, max(HQ, HV), V), v.dtype)
-    require.innermost(spec.out, "out")
+    return N, (B, T, HV, K)
 
 
 def commit(spec: CommitSpec) -> None:

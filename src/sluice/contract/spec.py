@@ -283,6 +283,29 @@ class DeltaSpec(DeltaSizes, Rows, Spec):
 
 
 @dataclass(frozen=True)
+class PassSpec(DeltaSpec):
+    """A ``prefill`` in two passes: ``transitions``, before its state is known, then ``resume``.
+
+    Sequences are rows, [B, T, ..]. Both passes have the same tensors, and so the same backend.
+    Without ``out`` there is no second pass.
+    """
+
+    map: Meta | None  # [B, HV, K, V + K]: S_zero | M, which the first pass makes
+    kept: Meta | None  # uint8: what the first pass leaves for the second, of a size it chooses
+    segment: int  # tokens per segment
+
+    @property
+    def segments(self) -> int:
+        """Of a row."""
+        return max(-(-self.T // self.segment), 1)
+
+    def prefill(self, **changed: Any) -> DeltaSpec:
+        """An ordinary prefill with the same tensors and options, but for those ``changed``."""
+        names = (*DeltaSpec.TENSORS, *DeltaSpec.OPTIONS)
+        return DeltaSpec(op="prefill", **({n: getattr(self, n) for n in names} | changed))
+
+
+@dataclass(frozen=True)
 class _ConvSpec(Rows, Spec):
     """What both convolutions have."""
 

@@ -32,9 +32,9 @@ def delta(p: DeltaSpec, t: Any) -> None:
             expected = f"at most {MAX_DECODE_TOKENS} tokens per sequence"
             raise ContractError(p.op, "cu_seqlens", expected, longest)
     for x, name in ((t.g, "g"), (t.beta, "beta")):
-        _finite(p.op, x, name, p, t)
+        finite(p.op, x, name, p, t)
     for x, name in ((t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
-        _finite(p.op, x, name)
+        finite(p.op, x, name)
     if p.states > 0 and lengths is not None and max(lengths, default=0) > p.states:
         expected = f"{max(lengths)} columns or more, one for each token"
         raise ContractError(p.op, "write_slots", expected, f"{p.states} columns")
@@ -71,9 +71,9 @@ def conv(p: ConvSpec | ConvQkvSpec, t: Any) -> None:
     lengths = _lengths(p, t)
     if isinstance(p, ConvQkvSpec):
         for x, name in ((t.a, "a"), (t.b, "b")):
-            _finite(p.op, x, name, p, t)
+            finite(p.op, x, name, p, t)
         for x, name in ((t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
-            _finite(p.op, x, name)
+            finite(p.op, x, name)
     if t.state is not None:
         writes = _slots(p, t, frozen=p.freeze)
         _checkpoints(p, t, lengths, writes)
@@ -85,9 +85,9 @@ def step(p: StepSpec, t: Any) -> None:
     """Check the values of a ``step`` call."""
     b = "b" if p.order == "split" else "ba"
     for x, name in ((t.b, b), (t.a, "a")):
-        _finite(p.op, x, name, p, t)
+        finite(p.op, x, name, p, t)
     for x, name in ((t.A_log, "A_log"), (t.dt_bias, "dt_bias")):
-        _finite(p.op, x, name)
+        finite(p.op, x, name)
     _slots(p, t)
 
 
@@ -121,7 +121,7 @@ def _lengths(p: Any, t: Any) -> list[int] | None:
     return lengths
 
 
-def _finite(
+def finite(
     op: str,
     x: Tensor | None,
     name: str,

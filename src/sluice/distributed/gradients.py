@@ -23,7 +23,7 @@ from sluice import ops
 from sluice.contract.errors import SluiceError
 from sluice.distributed.ranks import Ranks
 from sluice.distributed.split import Split
-from sluice.distributed.transition import Call, decay_piece, delta_piece
+from sluice.distributed.transition import Call, Piece, borders
 
 NO_STATE = "{}: no gradient is defined through states that are written in place or handed out"
 
@@ -134,9 +134,7 @@ class _Prefill:
         passes_on = head > 0 and part.outgoing and not begins
         if passes_on:
             with torch.no_grad():
-                piece = c.span(0, head)
-                made = delta_piece(piece) if c.delta else decay_piece(piece, False)
-                message = made.message
+                message = Piece(c.span(0, head)).map
         self.transition = message[:, :, V:].clone()
         X = self.joined(message)
         if head:
@@ -192,8 +190,7 @@ def _prefill(c: Call, X: Tensor | None, bounds: tuple[int, ...] | None) -> tuple
     """The operator in its functional form."""
     more: dict[str, Any] = {"A_log": c.A_log, "dt_bias": c.dt_bias, **c.options}
     if bounds is not None:
-        cpu = torch.tensor(bounds, dtype=torch.int64)
-        more |= {"cu_seqlens": cpu.to(c.v.device), "cu_seqlens_cpu": cpu}
+        more |= borders(bounds, c.v.device)
     return ops.prefill(*c[:5], initial_state=X, **more)
 
 

@@ -15,7 +15,6 @@ from sluice.distributed.prefill import prefill
 from sluice.distributed.ranks import Ranks
 from sluice.distributed.rows import Slots
 from sluice.distributed.scan import Exchanging
-from sluice.distributed.share import Method
 from sluice.distributed.split import Split
 from sluice.layers.gated_delta_net import GatedDeltaNet, _project
 
@@ -34,7 +33,6 @@ def forward(
     pad_slot: int = -1,
     state_layout: StateLayout = "vk",
     deliver: Deliver = "end",
-    method: Method = "correct",
     exchange: Exchanging = "auto",
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -89,7 +87,6 @@ def forward(
         beta,
         state=state,
         state_layout=state_layout,
-        method=method,
         exchange=exchange,
         batch_invariant=batch_invariant,
         **where,  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sluice.contract import values
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.contract.names import BackendName, HeadLayout, StateLayout
 from sluice.distributed import gradients
@@ -15,10 +16,11 @@ from sluice.distributed.deliver import Deliver, check_deliver, delivered
 from sluice.distributed.ranks import Ranks
 from sluice.distributed.rows import PoolRows, Slots
 from sluice.distributed.scan import Exchanging, joined
-from sluice.distributed.share import Method, Share
+from sluice.distributed.share import Share
 from sluice.distributed.split import Split
 from sluice.distributed.transition import Call, join
 from sluice.doctor import explain
+from sluice.settings import validating
 
 OP = "distributed.prefill"
 
@@ -45,7 +47,6 @@ def prefill(
     state_layout: StateLayout = "vk",
     layout: HeadLayout = "bthd",
     deliver: Deliver = "end",
-    method: Method = "correct",
     exchange: Exchanging = "auto",
     batch_invariant: bool = False,
     backend: BackendName | None = None,
@@ -56,7 +57,7 @@ def prefill(
     exact transitions joins the parts; ``ranks.costs()["prefill.transitions"]`` has its cost.
 
     Without ``state``, o has gradients if an input requires one: the backward pass makes one more
-    exchange of the same size. Outputs are then those of ``method="rerun"``.
+    exchange of the same size.
 
     Args:
         q: [B, T, HQ, K], this rank's tokens; packed [T, HQ, K] or [1, T, HQ, K] where ``split`` has
@@ -70,8 +71,6 @@ def prefill(
             default. ``write_slots`` and ``has_state`` likewise; ``pad_slot`` as in ``prefill``.
             Lists, or tensors, which are read on the host.
         deliver: "end" (each final state on the rank where its sequence ends), "all", or one rank.
-        method: how to compute outputs after a border: "correct" (one pass) or "rerun" (two passes;
-            outputs are rounded as on one device). docs/distributed.md compares them.
         exchange: "gather" (one all-gather), "scan" (log R steps of one message each), or "auto":
             "gather" on up to 8 ranks.
         layout: "bthd" or "bhtd". batch_invariant, backend: for every operator call inside.
@@ -93,19 +92,21 @@ def prefill(
             batch_invariant=batch_invariant,
             backend=backend,
         )
-        _check_share(call, split, ranks, deliver, method, exchange)
+        _check_share(call, split, ranks, deliver, exchange)
         pool = _pool(call, split, state, slots, write_slots, has_state, pad_slot, state_layout)
-        facts.update(_facts(call, split, pool.rows), deliver=deliver, method=method)
-        facts["exchange"] = exchange
+        if call.v.device.type == "cpu" or validating():
+            _check_values(call, split, ranks.rank, pool.rows)
+        facts.update(_facts(call, split, pool.rows), deliver=deliver, exchange=exchange)
         training = gradients.wanted(*call[:7], state)
         facts["gradients"] = training
         if training and state is not None:
             raise SluiceError(f"{gradients.NO_STATE.format(OP)}; train without state")
-        share = Share(call, split, ranks.rank, pool.rows, method)
+        share = Share(call, split, ranks.rank, pool.rows)
         message = None if training else share.begin()
     if message is None:
         return _trained(ranks, share, pool, exchange, deliver, q, layout)
-    o, finals = share.finish(joined(ranks, share, message, exchange))
+    X = joined(ranks, split, message, share.V, call.delta, exchange, share.meanwhile)
+    o, finals = share.finish(X)
     like = message[0, :, : share.V]
     finals = delivered(ranks, "prefill.states", split, finals, like, share.n, deliver)
     for sequence, X in finals.items():
@@ -126,7 +127,7 @@ def _trained(
     call, split = share.call, share.split
 
     def join_messages(message: Tensor) -> Tensor | None:
-        return joined(ranks, share, message, exchange)
+        return joined(ranks, split, message, share.V, call.delta, exchange)
 
     o, finals = gradients.prefill(call, split, ranks, join_messages)
     shape = (share.HV, share.V, share.K)
@@ -145,7 +146,6 @@ def prefill_segments(
     beta: Tensor | None = None,
     *,
     split: Split,
-    method: Method = "correct",
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     state: Tensor | None = None,
@@ -179,14 +179,14 @@ def prefill_segments(
     call.options.update(options)
     pool = _pool(call, split, state, slots, write_slots, has_state, pad_slot, state_layout)
     shares = [
-        Share(call.span(part.start, part.stop), split, part.rank, pool.rows, method)
-        for part in split.parts
+        Share(call.span(part.start, part.stop), split, part.rank, pool.rows) for part in split.parts
     ]
     messages = torch.stack([share.begin() for share in shares])
-    done = [
-        share.finish(join(messages, share.part.chain, share.V, call.delta) if share.head else None)
-        for share in shares
-    ]
+    done = []
+    for share in shares:
+        share.meanwhile()
+        chain = share.part.chain
+        done.append(share.finish(join(messages, chain, share.V, call.delta) if chain else None))
     for _, finals in done:
         for sequence, X in finals.items():
             pool.rows.write(sequence, X)
@@ -234,21 +234,30 @@ def _restored(o: Tensor, q: Tensor, layout: str) -> Tensor:
     return o.squeeze(0) if q.dim() == 3 else o
 
 
-def _check_share(
-    call: Call, split: Split, ranks: Ranks, deliver: Deliver, method: str, exchange: str
-) -> None:
+def _check_share(call: Call, split: Split, ranks: Ranks, deliver: Deliver, exchange: str) -> None:
     """Check what the operator does not: the rank's share of the split."""
     if split.ranks != ranks.size:
         raise ContractError(OP, "split", f"parts for {ranks.size} ranks", split.ranks)
     check_deliver(OP, deliver, ranks.size)
-    if method not in ("correct", "rerun"):
-        raise ContractError(OP, "method", "'correct' or 'rerun'", repr(method))
     if exchange not in ("auto", "gather", "scan"):
         raise ContractError(OP, "exchange", "'auto', 'gather' or 'scan'", repr(exchange))
     part = split.part(ranks.rank)
     if call.q.shape[1] != part.stop - part.start:
         expected = f"the {part.stop - part.start} tokens of rank {ranks.rank} in split"
         raise ContractError(OP, "q", expected, f"{call.q.shape[1]} tokens")
+
+
+def _check_values(call: Call, split: Split, rank: int, rows: PoolRows) -> None:
+    """Check gates as the operator would, which may run too late for other ranks to hear of it."""
+    part = split.part(rank)
+    here = range(part.first, part.last) if split.packed else range(len(rows.live))
+    for i, sequence in enumerate(here):
+        at = (0, slice(*part.bounds[i : i + 2])) if split.packed else (i, slice(None))
+        for name, x in (("g", call.g), ("beta", call.beta)):
+            if x is not None and rows.live[sequence]:
+                values.finite("prefill", x[at], name)
+    for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
+        values.finite("prefill", x, name)
 
 
 def _pool(

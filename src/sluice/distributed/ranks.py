@@ -174,13 +174,22 @@ class Ranks:
 
     # ---- exchanges ------------------------------------------------------------------------------
 
-    def all_gather(self, name: str, x: Tensor) -> Tensor:
-        """``x`` of every rank, [R, ..]; shape and dtype are the same on all."""
+    def all_gather(
+        self, name: str, x: Tensor, meanwhile: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """``x`` of every rank, [R, ..]; shape and dtype are the same on all.
+
+        ``meanwhile`` is run while messages travel, and counts as a part of the exchange.
+        """
         x = x.contiguous()
         every = x.new_empty(self.size, *x.shape)
         sent = x.nbytes * (self.size - 1)
-        with self._timed(name, sent, sent, x), self._answered(name):
-            _all_gather(every.view(-1), x.view(-1), group=self._for(x))
+        with self._timed(name, sent, sent, x):
+            with self._answered(name):
+                work = _all_gather(every.view(-1), x.view(-1), group=self._for(x), async_op=True)
+            meanwhile()
+            with self._answered(name):
+                work.wait()
         return every
 
     def all_reduce(self, name: str, x: Tensor) -> Tensor:

@@ -1,22 +1,21 @@
-"""The exact transition of a piece of a sequence, made by the operator itself.
+"""The exact transition of a piece of a sequence: what its tokens do to any state before them.
 
-Whatever the rule, the state after a piece is affine in the state S before it, and so is every
-output (per value head, S of shape [K, V]; docs/distributed.md):
+Whatever the rule, the state after a piece is affine in the state S before it (per value head, S of
+shape [K, V]; docs/distributed.md):
 
     S_out = M S + S_zero                                                              (X1)
-    o_t   = o_zero_t + S^T u_t                                                        (X2)
 
-With the delta rule, M is the recurrence run on the identity with v = 0, and u_t is the output of
-that run. So ``delta_piece`` runs ``prefill`` once with every value head twice: the head itself from
-a zero state, and the same head with v = 0 and the identity as its state. Nothing is approximated,
-and the operator multiplies the keys as it always does. Without the delta rule, M is the decay
-alone, a diagonal, and u_t is the decayed query: ``decay_piece`` needs no second head.
+With the delta rule the first pass of the operator makes M and S_zero, by the kernels that split
+long sequences inside one GPU. Without it, M is the decay alone, a diagonal, and S_zero is a prefill
+from zero. Nothing is approximated.
 
-States are kept as X = S^T [V, K], the "vk" layout: X_out = X M^T + X_zero.
+States are kept as X = S^T [V, K], the "vk" layout, and so are maps: X_zero above M^T [K, K] or the
+decay [1, K]. X_out = X M^T + X_zero.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from sluice import ops
+from sluice.contract.chunk_length import CHUNK
+from sluice.ops.transitions import Passes, resume, transitions
 
-SPAN = 8192  # tokens corrected at a time; limits the workspace of (X2)
-EPS = 1e-6  # of the l2 norm, as in the contract
+SHORTEST = 1024  # tokens of a segment, at least
+
+
+@functools.lru_cache(maxsize=256)
+def borders(bounds: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """``cu_seqlens`` on both sides, copied once: a CUDA graph cannot hold a copy from the host."""
+    cpu = torch.tensor(bounds, dtype=torch.int64)
+    return {"cu_seqlens": cpu.to(device), "cu_seqlens_cpu": cpu}
 
 
 class Call(NamedTuple):
@@ -67,58 +74,97 @@ class Call(NamedTuple):
         ``bounds`` are the borders of packed sequences; ``rows`` may hold ``slots`` and ``out``.
         """
         if bounds is not None:
-            cpu = torch.tensor(bounds, dtype=torch.int64)
-            rows |= {"cu_seqlens": cpu.to(state.device), "cu_seqlens_cpu": cpu}
+            rows |= borders(bounds, state.device)
         raw = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         more: dict[str, Any] = {**raw, **rows, **self.options}
         return ops.prefill(*self[:5], state=state, **more)[0]
 
 
-class Piece(NamedTuple):
-    """A piece run from zero, and how it depends on the state before it."""
+class Piece:
+    """Tokens of a sequence that crosses a border between ranks; of a batch, those of all rows.
 
-    o: Tensor  # [B, T, HO, V]: o_zero
-    u: Tensor | None  # [B, T, HO, K]; None if the piece is run again for its outputs
-    message: Tensor  # [B, HV, V + K or 1, K]: X_zero, and M^T or the decay
+    Its prefill has two passes, before and after the state before it is known. A GPU runs segments
+    of it side by side in both. ``out``: where outputs go; without it there is no second pass.
+    """
+
+    def __init__(self, call: Call, out: Tensor | None = None) -> None:
+        self.call, self.out = call, out
+        self.tokens, self.segment = call.v.shape[1], segment_tokens(call)
+
+    @property
+    def split(self) -> bool:
+        """Whether there are several segments."""
+        return self.segment < self.tokens
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """The call of both passes."""
+        c = self.call
+        (B, _, HV, V), K = c.v.shape, c.k.shape[3]
+        state = c.v.new_empty(B, HV, V, K, dtype=c.exact)
+        return Passes(
+            *c[:5], state, self.segment, self.out, A_log=c.A_log, dt_bias=c.dt_bias, **c.options
+        )
+
+    @functools.cached_property
+    def first(self) -> tuple[Tensor, Tensor | None]:
+        """The first pass: the piece's map [B, HV, V + K or 1, K], and what is kept of it."""
+        if not self.call.delta:
+            return _decay_map(self.call), None
+        made, kept = transitions(self.passes)
+        return made.mT, kept
+
+    @property
+    def map(self) -> Tensor:
+        """X_zero above M^T or the decay, of all tokens."""
+        return self.first[0]
+
+    def after(self, X: Tensor) -> Tensor:
+        """The state after the piece, from the state X [n, HV, V, K] before it, by its map."""
+        return after(X.double(), self.map.double(), X.shape[2], self.call.delta).to(X.dtype)
+
+    def run(self, X: Tensor) -> Tensor:
+        """The second pass: write the outputs from the state X before the piece; the state after it.
+
+        Without segments it is an ordinary prefill, and the first pass need not have run.
+        """
+        if not self.split:
+            X = X.clone()  # the operator writes the final state into it
+            self.call.run(X, out=self.out)
+            return X
+        kept = self.first[1]
+        assert kept is not None
+        self.passes.state.copy_(X)
+        resume(self.passes, kept)
+        return self.passes.state
 
 
-def delta_piece(c: Call) -> Piece:
-    """Both (X1) and (X2) by one ``prefill`` with twice the value heads."""
-    (B, T, HQ, K), (HV, V) = c.q.shape, c.v.shape[2:]
-    wide = max(V, K)
+def segment_tokens(c: Call) -> int:
+    """Tokens per segment: as many segments as fill the device, none of them short.
 
-    def twice(x: Tensor | None, dim: int = 2) -> Tensor | None:
-        return None if x is None else x.repeat_interleave(2, dim)
-
-    v = c.v.new_zeros(B, T, HV, 2, wide)
-    v[:, :, :, 0, :V] = c.v
-    q = c.q
-    if HQ > HV:  # each state is read by HQ / HV queries
-        q = q.unflatten(2, (HV, 1, -1)).expand(B, T, HV, 2, -1, K).flatten(2, 4)
-    state = torch.zeros(B, HV, 2, wide, K, dtype=c.exact, device=v.device)
-    state[:, :, 1, :K] = torch.eye(K, dtype=c.exact, device=v.device)
-    state = state.flatten(1, 2)
-    g, beta, A_log, dt_bias = twice(c.g), twice(c.beta), twice(c.A_log, 0), twice(c.dt_bias, 0)
-    o = Call(q, c.k, v.flatten(2, 3), g, beta, A_log, dt_bias, c.options).run(state)
-    o = o.unflatten(2, (HV, 2, -1))  # [B, T, HV, 2, queries per state, wide]
-    zero, one = state.unflatten(1, (HV, 2)).unbind(2)
-    message = torch.cat([zero[:, :, :V], one[:, :, :K]], dim=2)
-    return Piece(o[:, :, :, 0, :, :V].flatten(2, 3), o[:, :, :, 1, :, :K].flatten(2, 3), message)
+    Where nothing runs segments side by side, or bits must not depend on the cut, there is one.
+    """
+    B, T, HV = c.v.shape[:3]
+    segments = 1
+    if c.delta and (c.g is None or c.g.dim() == 3) and not c.options.get("batch_invariant"):
+        segments = max(min(processors(c.v.device) // (B * HV), T // SHORTEST), 1)
+    return -(-T // (segments * CHUNK)) * CHUNK
 
 
-def decay_piece(c: Call, outputs: bool) -> Piece:
-    """Without beta: the transition is a diagonal, and u is the decayed query."""
-    (B, _, HQ, K), (HV, V) = c.q.shape, c.v.shape[2:]
+def processors(device: torch.device) -> int:
+    """SMs of a GPU. A CPU has few cores: its value heads keep them busy."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _decay_map(c: Call) -> Tensor:
+    """Without beta: X_zero by a prefill, and the decay of all tokens, [B, HV, V + 1, K]."""
+    (B, _, _, K), (HV, V) = c.q.shape, c.v.shape[2:]
     state = torch.zeros(B, HV, V, K, dtype=c.exact, device=c.v.device)
-    o = c.run(state)
-    g = _log_decay(c)  # [B, T, HV, 1 or K]
-    total = g.sum(1).exp().to(c.exact).expand(B, HV, K)
-    u = None
-    if outputs:
-        q = _query(c)
-        q = q.unflatten(2, (HV, -1)) if HQ > HV else q.repeat_interleave(HV // HQ, 2).unsqueeze(3)
-        u = (q * g.cumsum(1).exp().unsqueeze(3)).flatten(2, 3).to(c.exact)
-    return Piece(o, u, torch.cat([state, total.unsqueeze(2)], dim=2))
+    c.run(state)
+    total = _log_decay(c).sum(1).exp().to(c.exact).expand(B, HV, K)
+    return torch.cat([state, total.unsqueeze(2)], dim=2)
 
 
 def join(messages: Tensor, chain: tuple[int, ...], V: int, delta: bool) -> Tensor:
@@ -128,33 +174,13 @@ def join(messages: Tensor, chain: tuple[int, ...], V: int, delta: bool) -> Tenso
     arithmetic is float64: torch's settings for float32 products have no effect, and a long chain
     adds no error.
     """
-    first = messages[chain[0]][:, :, :V]
-    maps = [messages[rank] for rank in chain[1:]]
-    if not maps:
-        return first.clone()
-    if messages.device.type != "cpu":
-        maps = [composed(torch.stack(maps).double(), V, delta)]
-    X = first.double()
-    for message in maps:
-        X = after(X, message.double(), V, delta)
+    X = messages[chain[0]][:, :, :V]
+    if len(chain) == 1:
+        return X.clone()
+    X = X.double()
+    for message in messages[chain[0] + 1 : chain[-1] + 1].double():  # without tokens: the identity
+        X = after(X, message, V, delta)
     return X.to(messages.dtype)
-
-
-def composed(maps: Tensor, V: int, delta: bool) -> Tensor:
-    """The composition of n maps [n, ..], in pairs: log n products in sequence instead of n.
-
-    It is twice the work, which a GPU does in parallel; on a CPU n products in sequence are faster.
-    """
-    while maps.shape[0] > 1:
-        even = maps.shape[0] // 2 * 2
-        pairs = after(maps[0:even:2], maps[1:even:2], V, delta)
-        maps = torch.cat([pairs, maps[even:]])
-    return maps[0]
-
-
-def behind(X: Tensor, message: Tensor, V: int, delta: bool) -> Tensor:
-    """(X1) for one piece: the state after it, from the state before it."""
-    return after(X.double(), message.double(), V, delta).to(X.dtype)
 
 
 def after(rows: Tensor, message: Tensor, V: int, delta: bool) -> Tensor:
@@ -163,21 +189,6 @@ def after(rows: Tensor, message: Tensor, V: int, delta: bool) -> Tensor:
     rows = rows @ transition if delta else rows * transition
     rows[..., :V, :] += zero
     return rows
-
-
-def correct(piece: Piece, X: Tensor, out: Tensor) -> None:
-    """(X2): write the outputs of a piece that started from X [n, HV, V, K] into ``out``."""
-    assert piece.u is not None
-    HV = X.shape[1]
-    # torch may be set to tf32 for float32 products, which is less exact than float32
-    full = out.dtype in (torch.float32, torch.float64) and out.device.type != "cpu"
-    exact = torch.float64 if full else X.dtype
-    S = X.to(exact).mT  # [n, HV, K, V]
-    for start in range(0, out.shape[1], SPAN):
-        at = slice(start, start + SPAN)
-        u = piece.u[:, at].to(exact).unflatten(2, (HV, -1)).transpose(1, 2)  # [n, HV, T, G, K]
-        more = (u.flatten(2, 3) @ S).unflatten(2, (u.shape[2], -1)).transpose(1, 2).flatten(2, 3)
-        out[:, at] = (piece.o[:, at].to(exact) + more).to(out.dtype)
 
 
 def _log_decay(c: Call) -> Tensor:
@@ -190,11 +201,3 @@ def _log_decay(c: Call) -> Tensor:
         x = g if c.dt_bias is None else g + c.dt_bias.to(c.exact)
         g = -(rate if g.dim() == 3 else rate.unsqueeze(-1)) * functional.softplus(x)
     return (g if g.dim() == 4 else g.unsqueeze(-1)).double()
-
-
-def _query(c: Call) -> Tensor:
-    """q as the recurrence reads it: normalised and scaled, in float64."""
-    q, scale = c.q.double(), c.options.get("scale")
-    if c.options.get("normalize_qk"):
-        q = q * (q.square().sum(-1, keepdim=True) + EPS).rsqrt()
-    return q * (q.shape[-1] ** -0.5 if scale is None else scale)

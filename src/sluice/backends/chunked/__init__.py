@@ -10,7 +10,11 @@ from sluice.backends import reference, torch_binder
 from sluice.contract.spec import Spec
 
 DEVICES = reference.DEVICES
-OPS = {"prefill": "prefill", "prefill_backward": "prefill_backward"}
+OPS = {
+    "prefill": "prefill",
+    "transitions": "prefill",
+    "prefill_backward": "prefill_backward",
+}
 bind = torch_binder(__name__, OPS)
 
 

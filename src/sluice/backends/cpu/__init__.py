@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from sluice.backends import Launch, module_of
+from sluice.backends import Launch, module_of, transitions_by
 from sluice.backends.cpu.garbage import no_search_for_garbage
-from sluice.contract.spec import Spec
+from sluice.contract.spec import PassSpec, Spec
 
 Progress = Callable[[str, int, int], None]
 
 DEVICES = ("cpu",)
 OPS = {
     "prefill": "prefill",
+    "transitions": "prefill",
     "decode": "decode",
     "verify": "verify",
     "commit": "verify",
@@ -35,7 +36,7 @@ OPS = {
     "rms_norm_gated_backward": "norm_backward",
 }
 CHECKS_VALUES = True
-KERNEL_OF = {"verify": "decode"}
+KERNEL_OF = {"verify": "decode", "transitions": "prefill"}
 """The kernel of an operator, where it is not the operator's own."""
 FOR_ONE_TOKEN = {"decode": "decode_one", "step": "step_one"}
 """Smaller kernels, where every sequence has one token."""
@@ -43,6 +44,8 @@ FOR_ONE_TOKEN = {"decode": "decode_one", "step": "step_one"}
 
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernel."""
+    if isinstance(spec, PassSpec):
+        return transitions_by(bind, spec)
     with no_search_for_garbage():
         launch: Launch = module_of(__name__, OPS, spec.op).bind(spec)
     return launch

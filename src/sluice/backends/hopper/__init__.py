@@ -21,7 +21,7 @@ from sluice.contract.meta import Meta
 from sluice.contract.spec import DeltaSpec, Spec
 
 DEVICES = ("cuda",)
-OPS = {"prefill": "prefill"}
+OPS = {"prefill": "prefill", "transitions": "transitions", "resume": "transitions"}
 ALIGNED = ("q", "k", "v", "out")
 OLDEST = (3, 6)
 """The first release of Triton whose Gluon has what the kernels use."""
@@ -46,7 +46,7 @@ def bind(spec: Spec) -> Launch:
 
 def aligned(spec: Spec) -> Sequence[str]:
     """TMA reaches addresses that are multiples of 16 bytes."""
-    return ALIGNED
+    return [name for name in ALIGNED if getattr(spec, name) is not None]
 
 
 def origin(spec: Spec) -> str:
@@ -141,7 +141,7 @@ def refuse(spec: Spec) -> str | None:
     )
     reason = next((text for ok, text in limits if not ok), None)
     if reason is None:
-        metas = {name: getattr(p, name) for name in ALIGNED}
+        metas = {name: getattr(p, name) for name in aligned(p)}
         reason = next((text for n, m in metas.items() if (text := _unreachable(n, m))), None)
     if reason is not None:
         return f"needs {reason}"

@@ -49,7 +49,7 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
     sequences = max(p.N, 1)
     longest = p.T if not p.varlen else -(-p.T // sequences)
     chunks = -(-longest // CHUNK)
-    best = _serial(sequences * p.HV, chunks, processors), Plan(0, _width(p, 1, processors))
+    best = _serial(sequences * p.HV, chunks, processors), Plan(0, width(p, 1, processors))
     if p.batch_invariant:
         return best[1]
     room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
@@ -60,7 +60,7 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
         effects = -(-sequences * (segments - 1) * p.HV * 2 // processors)
         cost = effects * length * EFFECT_US + segments * JOIN_US + 2 * LAUNCH_US
         cost += _serial(sequences * segments * p.HV, length, processors)
-        best = min(best, (cost, Plan(segment, _width(p, segments, processors))))
+        best = min(best, (cost, Plan(segment, width(p, segments, processors))))
     return best[1]
 
 
@@ -68,7 +68,7 @@ def _serial(states: int, chunks: int, processors: int) -> float:
     return min(chunks * -(-states * (128 // v) // processors) * us for v, us in CHUNK_US.items())
 
 
-def _width(p: DeltaSpec, segments: int, processors: int) -> int:
+def width(p: DeltaSpec, segments: int, processors: int) -> int:
     states = max(p.N, 1) * segments * p.HV
     return min(CHUNK_US, key=lambda v: -(-states * (128 // v) // processors) * CHUNK_US[v])
 
@@ -92,17 +92,21 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     """Both halves, by a given plan."""
     memory, p = Binding(spec), spec
     parts = workspace(p, memory)
-    calls = [_chunks_call(p, memory, parts)]
-    if not plan.segment:
-        calls.append(_states_call(p, memory, parts, plan, None, output=True))
-        return Launches(spec, memory, calls)
-    units = portable.units_of(p, plan.segment, tail=False)
-    segments = portable.segment_states(p, memory, units)
-    effects = plan._replace(BLOCK_V=128)
-    calls.append(_states_call(p, memory, parts, effects, segments, output=False))
-    calls.append(portable.join_call(p, memory, segments, plan.segment))
-    calls.append(_states_call(p, memory, parts, plan, segments, output=True))
-    return Launches(spec, memory, calls)
+    calls, segments = [chunks_call(p, memory, parts)], None
+    if plan.segment:
+        units = portable.units_of(p, plan.segment, tail=False)
+        segments = portable.segment_states(p, memory, units)
+        effects = plan._replace(BLOCK_V=128)
+        calls.append(states_call(p, memory, parts, effects, segments, output=False))
+    return Launches(spec, memory, [*calls, *last_calls(p, memory, parts, plan, segments)])
+
+
+def last_calls(
+    p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan, segments: Pointer | None
+) -> list[KernelCall]:
+    """All that needs the state before the tokens."""
+    joins = [] if segments is None else [portable.join_call(p, memory, segments, plan.segment)]
+    return [*joins, states_call(p, memory, parts, plan, segments, output=True)]
 
 
 class Parts(NamedTuple):
@@ -144,7 +148,7 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
     )
 
 
-def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
+def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
     heads, units = key_heads(p.HK, p.HV), portable.units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
@@ -163,7 +167,7 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
-        o_ptr=memory["out"],
+        o_ptr=memory[_out(p)],
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
         checkpoint_positions_ptr=saves["checkpoint_positions_ptr"] if with_tails else None,
         beta_scale=p.beta_scale,
@@ -174,7 +178,7 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         units=units if with_tails else None,
         **memory.strides("g", "bth"),
         **memory.strides("beta", "bth"),
-        stride_o_t=p.out.strides[1],
+        stride_o_t=getattr(p, _out(p)).strides[1],
         stride_gates_h=rows(p),
         HK=p.HK,
         HV=p.HV,
@@ -185,7 +189,7 @@ def _chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     )
 
 
-def _states_call(
+def states_call(
     p: DeltaSpec,
     memory: Binding,
     parts: Parts,
@@ -193,8 +197,12 @@ def _states_call(
     segments: Pointer | None,
     *,
     output: bool,
+    every: bool = False,
 ) -> KernelCall:
-    """The serial half: outputs and final states, or what each segment does to any state."""
+    """The serial half: outputs and final states, or what segments do to any state.
+
+    These are all segments but the last of each sequence, or ``every`` one.
+    """
     segment = plan.segment or WHOLE
     saves = dict.fromkeys(("checkpoint_slots_ptr", "checkpoint_positions_ptr", "M", "every"))
     if output and p.checkpoint_slots is not None:
@@ -216,8 +224,8 @@ def _states_call(
             (p.HV * CHUNK, 1),
             (CHUNK, CHUNK),
         ),
-        o_desc=_tiles(p, "out", COPY_WIDTH),
-        o_ptr=memory["out"],
+        o_desc=_tiles(p, _out(p), COPY_WIDTH),
+        o_ptr=memory[_out(p)],
         beta32_ptr=parts.beta32,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
@@ -232,7 +240,7 @@ def _states_call(
         N=p.N,
         T=p.T,
         segment_size=segment,
-        stride_o_t=p.out.strides[1],
+        stride_o_t=getattr(p, _out(p)).strides[1],
         stride_gates_h=rows(p),
         HV=p.HV,
         R_Q=p.HV // p.HQ,
@@ -242,6 +250,7 @@ def _states_call(
         BLOCK_V=plan.BLOCK_V,
         STAGES=STAGES,
         OUTPUT=output,
+        EVERY=every,
         TAILS=output and has_tails(p),
     )
 
@@ -253,6 +262,11 @@ def _call(
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
     return KernelCall(kernel, programs, options, arguments)
+
+
+def _out(p: DeltaSpec) -> str:
+    """A first pass alone has no output, and no tokens after its rows that need zeros."""
+    return "v" if p.out is None else "out"
 
 
 def _tiles(p: DeltaSpec, name: str, width: int) -> Tiles:

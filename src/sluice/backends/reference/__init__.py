@@ -8,6 +8,7 @@ from sluice.contract.spec import Spec
 DEVICES = ("cpu", "cuda")
 OPS = {
     "prefill": "prefill",
+    "transitions": "prefill",
     "decode": "decode",
     "verify": "verify",
     "commit": "verify",

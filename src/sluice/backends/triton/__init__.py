@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-from sluice.backends import Launch, module_of
+from sluice.backends import Launch, module_of, transitions_by
 from sluice.backends.triton import shipped, toolchain
 from sluice.backends.triton.toolchain import interpreted
-from sluice.contract.spec import Spec
+from sluice.contract.spec import PassSpec, Spec
 
 Progress = Callable[[str, int, int], None]
 MAX_HEAD_DIM = 256
 DEVICES = ("cuda", "cpu") if interpreted() else ("cuda",)
 OPS = {
     "prefill": "prefill",
+    "transitions": "transitions",
+    "resume": "transitions",
     "decode": "decode",
     "verify": "decode",
     "commit": "verify",
@@ -38,7 +40,10 @@ OPS = {
 
 def bind(spec: Spec) -> Launch:
     """A launch of the operator's kernels."""
-    launch: Launch = launches(module_of(__name__, OPS, spec.op), spec).bound()
+    module = module_of(__name__, OPS, spec.op)
+    if isinstance(spec, PassSpec) and not module.has_kernels(spec):
+        return transitions_by(bind, spec)
+    launch: Launch = launches(module, spec).bound()
     return launch
 
 

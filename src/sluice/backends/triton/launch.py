@@ -47,6 +47,8 @@ class Launches:
         self._workspace, self._workspace_bytes = binding.workspace, binding.workspace_bytes
         self._offsets = [offset for offset, _, _ in binding.workspace.values()]
         self._counters = binding.counters
+        kept = getattr(spec, "kept", None) is not None  # by the first of two passes, for the second
+        self._kept = spec.TENSORS.index("kept") if kept else None
         names = [*spec.TENSORS, *([COUNTERS] if self._counters else []), *binding.workspace]
         self._place = {name: i for i, name in enumerate(names)}
         self._shifted: list[tuple[int, int]] = []
@@ -110,7 +112,11 @@ class Launches:
             return
         counters = None if self._counters is None else self._counters(tensors)
         workspace = None
-        if self._workspace_bytes:
+        if self._kept is not None:
+            workspace = tensors[self._kept]
+            assert workspace is not None
+            workspace.resize_(self._workspace_bytes)
+        elif self._workspace_bytes:
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self.device)
         if self._usual is None and self._by_driver():
             self.bound()  # a setting under which Triton launches may be off again

@@ -62,6 +62,11 @@ class Plan(NamedTuple):
     num_warps: int
     stages: int
 
+    @property
+    def config(self) -> Config:
+        """How the serial kernels are compiled."""
+        return Config(num_warps=self.num_warps, num_stages=self.stages, fp_fusion=True)
+
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
     """The cheapest cut, by a model of rounds over the SMs. It depends on shapes alone.
@@ -74,7 +79,7 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
     if p.K > 128:
         columns = 64 if gpu.has_wgmma(p.device) and p.V > 32 else 16
         return Plan(0, columns, 8 if columns > 16 else 4, min(_stages(p), 2))
-    narrow, wide = _widths(p)
+    narrow, wide = widths(p)
     if p.batch_invariant:
         return wide
     sequences = max(p.N, 1)
@@ -94,11 +99,11 @@ def all_plans(p: DeltaSpec) -> list[Plan]:
     """One plan per kernel variant that calls like this one need, at any size."""
     if p.dtype == torch.float32 or p.K > 128:
         return [best_plan(p, 1)]
-    widths = dict.fromkeys(_widths(p))
-    return [width._replace(segment=s) for width in widths for s in (0, SEGMENTS[0])]
+    every = dict.fromkeys(widths(p))
+    return [width._replace(segment=s) for width in every for s in (0, SEGMENTS[0])]
 
 
-def _widths(p: DeltaSpec) -> tuple[Plan, Plan]:
+def widths(p: DeltaSpec) -> tuple[Plan, Plan]:
     """The narrowest plan that is fast, and the widest that a program can hold.
 
     Hopper's tensor cores take 64 rows, and two groups of four warps share them. Other GPUs are
@@ -269,6 +274,7 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
 def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]:
     """The parallel half: prefill_chunks.py's kernels over all chunks."""
     exact = p.dtype == torch.float32
+    out = "v" if p.out is None else "out"  # a first pass alone: no tokens after rows need zeros
     BLOCK_K = max(16, configs.power_of_two(p.K))
     sizes = {
         "cu_seqlens_ptr": memory.dense("cu_seqlens"),
@@ -295,14 +301,14 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         decay_q_ptr=parts.decay_q,
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
-        o_ptr=memory["out"],
+        o_ptr=memory[out],
         scale=p.q_scale,
         **sizes,
         **memory.strides("q", "bth"),
         **memory.strides("k", "bth"),
         **memory.strides("g", "bth"),
-        stride_o_t=p.out.strides[1],
-        stride_o_h=p.out.strides[2],
+        stride_o_t=getattr(p, out).strides[1],
+        stride_o_h=getattr(p, out).strides[2],
         HK=p.HK,
         inverse_HK=inverse(p.HK),
         R_K=p.HV // p.HK,
@@ -344,11 +350,57 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     """The kernels of ``prefill`` by a given plan."""
     memory, p = Binding(spec), spec
     parts = workspace(p, memory)
-    calls = chunk_calls(p, memory, parts)
+    calls, segments = chunk_calls(p, memory, parts), None
+    if plan.segment and plan.segment < p.T:
+        segments = segment_states(p, memory, units_of(p, plan.segment, tail=False))
+        calls += segment_calls(p, memory, parts, plan, segments)
+    return Launches(spec, memory, [*calls, *last_calls(p, memory, parts, plan, segments)])
+
+
+def last_calls(
+    p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan, segments: Pointer | None
+) -> list[KernelCall]:
+    """All that needs the state before the tokens."""
     segment = plan.segment or WHOLE
-    units = units_of(p, segment, tail=False)
-    config = Config(num_warps=plan.num_warps, num_stages=plan.stages, fp_fusion=True)
-    common = {
+    joins = [] if segments is None else [join_call(p, memory, segments, segment)]
+    return joins + [
+        kernel_call(
+            PREFILL_STATE,
+            units_of(p, segment, tail=False) * p.HV * configs.blocks(p.V, plan.BLOCK_V),
+            plan.config,
+            p.device,
+            **serial_arguments(p, memory, parts, plan),
+            q_ptr=memory["q"],
+            qkg_ptr=parts.qkg,
+            qkg_down_ptr=parts.qkg_down,
+            decay_q_ptr=parts.decay_q,
+            r_k_ptr=parts.r_k,
+            segments_ptr=segments,
+            o_ptr=memory["out"],
+            **pool(p, memory),
+            write_slots_ptr=memory.dense("write_slots"),
+            **checkpoints(p, memory),
+            scale=p.q_scale,
+            **memory.strides("q", "bth"),
+            **memory.strides("out", "bth", "o"),
+            **query_heads(p),
+            HARD=hard,
+        )
+        for hard in kinds(parts)
+    ]
+
+
+def kinds(parts: Parts) -> tuple[bool, ...]:
+    """HARD of each launch of a serial kernel.
+
+    It is launched twice: HARD=False skips programs with a hard chunk, HARD=True runs the rest.
+    """
+    return (False,) if parts.hard is None else (False, True)
+
+
+def serial_arguments(p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan) -> dict[str, Any]:
+    """The arguments that both serial kernels have."""
+    return {
         "k_ptr": memory["k"],
         "v_ptr": memory["v"],
         "ag_ptr": parts.ag,
@@ -367,58 +419,31 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
         "K": p.K,
         "V": p.V,
         "BLOCK_K": max(16, configs.power_of_two(p.K)),
-        "segment_size": segment,
+        "segment_size": plan.segment or WHOLE,
         "STAGES": plan.stages,
         "PRECISION": EXACT if p.dtype == torch.float32 else "tf32",
         "BLOCK_V": plan.BLOCK_V,
     }
-    blocks = configs.blocks(p.V, plan.BLOCK_V)
-    # Each serial kernel is launched twice: HARD=False skips programs with a hard chunk, HARD=True
-    # runs the rest.
-    kinds = (False,) if parts.hard is None else (False, True)
-    segments = None
-    if plan.segment and plan.segment < p.T:
-        segments = segment_states(p, memory, units)
-        effects = units * p.HV * (blocks + configs.blocks(p.K, plan.BLOCK_V))
-        calls += [
-            kernel_call(
-                PREFILL_SEGMENTS,
-                effects,
-                config,
-                p.device,
-                **common,
-                segments_ptr=segments,
-                HARD=hard,
-            )
-            for hard in kinds
-        ]
-        calls.append(join_call(p, memory, segments, segment))
-    calls += [
+
+
+def segment_calls(
+    p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan, segments: Pointer, every: bool = False
+) -> list[KernelCall]:
+    """The effects of segments: of all but the last of each sequence, or of ``every`` one."""
+    blocks = configs.blocks(p.V, plan.BLOCK_V) + configs.blocks(p.K, plan.BLOCK_V)
+    return [
         kernel_call(
-            PREFILL_STATE,
-            units * p.HV * blocks,
-            config,
+            PREFILL_SEGMENTS,
+            units_of(p, plan.segment, tail=False) * p.HV * blocks,
+            plan.config,
             p.device,
-            **common,
-            q_ptr=memory["q"],
-            qkg_ptr=parts.qkg,
-            qkg_down_ptr=parts.qkg_down,
-            decay_q_ptr=parts.decay_q,
-            r_k_ptr=parts.r_k,
+            **serial_arguments(p, memory, parts, plan),
             segments_ptr=segments,
-            o_ptr=memory["out"],
-            **pool(p, memory),
-            write_slots_ptr=memory.dense("write_slots"),
-            **checkpoints(p, memory),
-            scale=p.q_scale,
-            **memory.strides("q", "bth"),
-            **memory.strides("out", "bth", "o"),
-            **query_heads(p),
             HARD=hard,
+            EVERY=every,
         )
-        for hard in kinds
+        for hard in kinds(parts)
     ]
-    return Launches(spec, memory, calls)
 
 
 def segment_states(p: DeltaSpec, memory: Binding, units: int) -> Pointer:

@@ -100,6 +100,7 @@ def hopper_state_kernel(
     STAGES: gl.constexpr,
     STATE_KV: gl.constexpr,
     OUTPUT: gl.constexpr,
+    EVERY: gl.constexpr,  # without OUTPUT: of every segment, else of all but a sequence's last
     TAILS: gl.constexpr,  # whether a checkpoint may lie inside a chunk
 ):
     GROUPS: gl.constexpr = BLOCK_V // GROUP_V
@@ -129,7 +130,8 @@ def hopper_state_kernel(
     values = 1
     if not OUTPUT:
         values = (block < BLOCKS_V).to(gl.int32)  # the later blocks make M
-        live = live & (end - row > segment_size)  # all segments but the last
+        if not EVERY:
+            live = live & (end - row > segment_size)
         tokens = gl.where(live, tokens, 0)
         block = block % BLOCKS_V
     first_v = block * BLOCK_V

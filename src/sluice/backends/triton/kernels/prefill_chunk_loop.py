@@ -355,9 +355,12 @@ def chunk_loop(
 @triton.jit
 def segment_loop(
     S, first, stop, qkvo, workspace, place, offs_v, is_transition,
-    sizes: tl.constexpr, HARD: tl.constexpr,
+    sizes: tl.constexpr, HARD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """``chunk_loop`` over whole chunks, without outputs; without values if ``is_transition``."""
+    """``chunk_loop`` without outputs; without values if ``is_transition``.
+
+    Without TAIL no sequence's last segment is here, so all chunks are whole.
+    """
     K: tl.constexpr = sizes.K
     V: tl.constexpr = sizes.V
     BLOCK_K: tl.constexpr = sizes.BLOCK_K
@@ -387,7 +390,9 @@ def segment_loop(
         g2_ptr += of_head
     for t in tl.range(0, (stop - first).to(tl.int32), C, num_stages=AHEAD):
         wide_t = tl.cast(t, tl.int64)
-        left = C  # no sequence's last segment is here, so all chunks are whole
+        left = C
+        if TAIL:
+            left = tl.minimum((place.end - first).to(tl.int32) - t, C)
         rows = offs_c < left
         k = load_rows(k_ptr + wide_t * qkvo.k_t, offs_c, offs_k, qkvo.k_t, rows, K, BLOCK_K)
         some = rows & (is_transition == 0)
@@ -398,6 +403,6 @@ def segment_loop(
             HARD,
         )  # fmt: skip
         decay_out = load_factors(decay_out_ptr, t, offs_f, left)
-        decay_all = decay_of(g2_ptr, t + C - 1)
+        decay_all = decay_of(g2_ptr, t + left - 1)
         S = next_state(S, k, d, decay_all, decay_out, sizes.PRECISION, HARD)
     return S

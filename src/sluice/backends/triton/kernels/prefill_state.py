@@ -250,8 +250,9 @@ def prefill_segments_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     HARD: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
-    """S_zero and the transition M of each segment but the last of its sequence."""
+    """S_zero and the transition M of each segment but the last of its sequence, or of EVERY one."""
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = BLOCKS_V + (K + BLOCK_V - 1) // BLOCK_V
     sizes: tl.constexpr = Sizes(None, K, V, BLOCK_K, BLOCK_V, STAGES, PRECISION)
@@ -263,11 +264,16 @@ def prefill_segments_kernel(
     begin()
     seq, batch, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
     first = start + segment * segment_size
-    if seq >= N or first + segment_size >= end:
+    stop = first + segment_size
+    if EVERY:
+        stop = tl.minimum(stop, end)
+        if seq >= N:
+            return
+    elif seq >= N or stop >= end:
         return
     if hard_ptr is not None:
         hard_ptr += head_v * (tokens // C + N) + seq
-        if any_hard(hard_ptr, (batch * T + first) // C, segment_size // C) != HARD:
+        if any_hard(hard_ptr, (batch * T + first) // C, (stop - first + C - 1) // C) != HARD:
             return
 
     offs_k = tl.arange(0, BLOCK_K)
@@ -277,7 +283,6 @@ def prefill_segments_kernel(
     offs_v = tl.where(is_transition, pid_v - BLOCKS_V, pid_v) * BLOCK_V + tl.arange(0, BLOCK_V)
     # the transition is the same recurrence, from the identity and without values
     S = tl.where(is_transition & (offs_v[:, None] == offs_k[None, :]), 1.0, 0.0)
-    stop = first + segment_size
     qkvo = QKVO(None, k_ptr, v_ptr, None, 0, 0, stride_k_t, stride_v_t, 0, 0)
     workspace = Workspace(
         ag_ptr, beta32_ptr, None, None, decay_in_ptr, decay_out_ptr, None, g2_ptr, None, tokens
@@ -286,22 +291,22 @@ def prefill_segments_kernel(
     if HARD:
         t = first
         while t < stop:
-            marks = load_marks(hard_ptr, (batch * T + t) // C, (stop - t) // C)
+            marks = load_marks(hard_ptr, (batch * T + t) // C, (stop - t + C - 1) // C)
             easy = run_of(marks, 0)
             until = t + easy * C
             if easy == 0:
                 until = t + run_of(marks, 1) * C
                 S = segment_loop(
-                    S, t, until, qkvo, workspace, place, offs_v, is_transition, sizes, True
+                    S, t, until, qkvo, workspace, place, offs_v, is_transition, sizes, True, EVERY
                 )
             else:
                 S = segment_loop(
-                    S, t, until, qkvo, workspace, place, offs_v, is_transition, sizes, False
+                    S, t, until, qkvo, workspace, place, offs_v, is_transition, sizes, False, EVERY
                 )
             t = until
     else:
         S = segment_loop(
-            S, first, stop, qkvo, workspace, place, offs_v, is_transition, sizes, False
+            S, first, stop, qkvo, workspace, place, offs_v, is_transition, sizes, False, EVERY
         )
     segments_ptr += (pid // BLOCKS).to(tl.int64) * (K * (V + K))
     columns = tl.where(is_transition, K, V)
