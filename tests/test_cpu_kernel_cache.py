@@ -39,13 +39,13 @@ def folder(tmp_path, monkeypatch):
 def compiled(monkeypatch):
     """Names of what was compiled and not loaded."""
     names = []
-    whole = numba_private.compile_callback
+    whole = numba_private.lower
 
     def counting(function, signature):
         names.append(function.__name__)
         return whole(function, signature)
 
-    monkeypatch.setattr(numba_private, "compile_callback", counting)
+    monkeypatch.setattr(numba_private, "lower", counting)
     return names
 
 

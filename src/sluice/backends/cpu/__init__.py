@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -73,23 +71,10 @@ def _unusable() -> str | None:
     """Why this version of Numba does not serve; None if it does."""
     try:
         with no_search_for_garbage():
-            from sluice.backends.cpu import numba_private
+            importlib.import_module(f"{__name__}.numba_private")
     except Exception as error:  # a broken install raises anything
         return f"cannot use numba: {error!r}"
-    missing = numba_private.missing()
-    return f"cannot use numba, which has no {', '.join(missing)}" if missing else None
-
-
-BESIDE = ("step", "step_one", "prefill", "commit")
-"""Kernels that a second process compiles meanwhile: about half of the work."""
-_OTHER = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from sluice.backends import cpu
-kernels = cpu.kernels()
-for name in sys.argv[2:]:
-    kernels[name].compile()
-"""
+    return None
 
 
 def kernels() -> dict[str, Any]:
@@ -126,28 +111,21 @@ def compile(
 def compile_kernels(names: Iterable[str], progress: Progress | None = None) -> None:
     """Compile kernels, or load them from the disk.
 
-    A compiler keeps to one core. So a second process compiles some of what is not on disk
-    (``BESIDE``); what it leaves is compiled here.
+    Numba works on a kernel while LLVM, in another thread, works on the one before. Small kernels
+    come first: others use their machine code.
     """
     known = kernels()
-    order = sorted(names, key=lambda name: (name in BESIDE, name != "entry"))
-    beside = [name for name in order if name in BESIDE and not known[name].is_kept()]
-    here = any(name not in BESIDE and not known[name].is_kept() for name in order)
-    other = _compile_beside(beside) if beside and here else None
-    for done, name in enumerate(order, 1):
-        if name in beside and other is not None:
-            other.wait()
-        known[name].compile()
-        if progress is not None:
-            progress(name, done, len(order))
-
-
-def _compile_beside(names: list[str]) -> subprocess.Popen[bytes] | None:
-    arguments = [json.dumps(sys.path), *names]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-c", _OTHER, *arguments], stderr=subprocess.DEVNULL, **quiet
-        )
-    except OSError:  # no interpreter to start: everything is compiled here
-        return None
+    first = ["entry", *FOR_ONE_TOKEN.values()]
+    names = set(names)
+    order = [x for x in first if x in names] + sorted(names.difference(first))
+    futures: list[Future[None]] = []
+    told = 0
+    with no_search_for_garbage(), ThreadPoolExecutor(1) as others:
+        for name in order:
+            known[name].begin()
+            futures.append(others.submit(known[name].compile))
+            while told < len(futures) and (futures[told].done() or len(futures) == len(order)):
+                futures[told].result()
+                told += 1
+                if progress is not None:
+                    progress(order[told - 1], told, len(order))

@@ -14,11 +14,17 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_search_for_garbage() -> Iterator[None]:
-    """In this scope Python does not look for garbage; afterwards as it did before."""
+    """In this scope Python does not look for garbage; afterwards as it did before.
+
+    What was made meanwhile then counts as old: it is looked through when everything is.
+    """
     searching = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if searching:
+            if gc.get_freeze_count() == 0:
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

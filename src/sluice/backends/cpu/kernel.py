@@ -18,7 +18,8 @@ from typing import Any
 
 from numba import types
 
-from sluice.backends.cpu import kernel_cache, numba_private
+from sluice.backends.cpu import kernel_cache, machine_code, numba_private
+from sluice.backends.cpu.llvm_text import Unit
 
 SLOW_SECONDS = 1.0
 """Compiling that takes longer is announced on stderr."""
@@ -46,7 +47,9 @@ class Kernel:
         self._signature = (types.int64 if returns_int else types.void)(types.voidptr)
         self._prototype = ctypes.CFUNCTYPE(ctypes.c_int64 if returns_int else None, ctypes.c_void_p)
         self._lock = threading.Lock()
-        self._found: tuple[int, Callable[[int], Any], object] | None = None
+        self._notice = _Notice(name)
+        self._lowered: tuple[str, Unit] | None = None
+        self._found: tuple[int, Callable[[int], Any]] | None = None
         KERNELS[name] = self
 
     @property
@@ -63,13 +66,23 @@ class Kernel:
         """Compile it now, or load it from the disk cache."""
         self._compiled()
 
-    def _compiled(self) -> tuple[int, Callable[[int], Any], object]:
+    def begin(self) -> None:
+        """Do what of ``compile`` needs Numba alone, so that the rest can run in another thread."""
+        with self._lock:
+            if self._found is None and not self.is_kept():
+                self._notice.begin()
+                self._lowered = numba_private.lower(self._python, self._signature)
+
+    def _compiled(self) -> tuple[int, Callable[[int], Any]]:
         if self._found is None:
             with self._lock:
                 if self._found is None:
-                    with _Notice(self.name):
-                        address, alive = self._load_or_compile()
-                        self._found = address, self._prototype(address), alive
+                    self._notice.begin()
+                    try:
+                        address = self._load_or_compile()
+                        self._found = address, self._prototype(address)
+                    finally:
+                        self._notice.end()
         return self._found
 
     def is_kept(self) -> bool:
@@ -82,14 +95,14 @@ class Kernel:
         source = Path(self._python.__code__.co_filename)  # of a benchmark's kernel, outside of here
         return f"{self.name} {_made_from()} {hashlib.sha256(source.read_bytes()).hexdigest()}"
 
-    def _load_or_compile(self) -> tuple[int, object]:
+    def _load_or_compile(self) -> int:
         key, folders = self._made_from(), cache_folders()
         payload = kernel_cache.find(folders, self.name, key)
-        if payload is not None:
-            return numba_private.load(payload)
-        address, alive, payload = numba_private.compile_callback(self._python, self._signature)
-        kernel_cache.keep(folders, self.name, key, payload)
-        return address, alive
+        if payload is None:
+            lowered = self._lowered or numba_private.lower(self._python, self._signature)
+            payload, self._lowered = machine_code.emit(*lowered), None
+            kernel_cache.keep(folders, self.name, key, payload)
+        return machine_code.load(payload)
 
 
 def cache_folders() -> list[Path]:
@@ -110,23 +123,29 @@ class _Notice:
     """Says on stderr what takes so long, if compiling takes over a second."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.timer = threading.Timer(SLOW_SECONDS, self.say)
-        self.timer.daemon = True
+        self.name, self.said, self.start = name, False, 0.0
+        self.timer: threading.Timer | None = None
 
-    def say(self) -> None:
+    def begin(self) -> None:
+        """Compiling begins, unless it has begun already."""
+        if self.timer is None:
+            self.said, self.start = False, time.perf_counter()
+            self.timer = threading.Timer(SLOW_SECONDS, self._say)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def _say(self) -> None:
         sys.stderr.write(
             f"sluice: compiling the CPU kernel {self.name!r} (once, then cached) ...\n"
         )
         sys.stderr.flush()
         self.said = True
 
-    def __enter__(self) -> None:
-        self.said, self.start = False, time.perf_counter()
-        self.timer.start()
-
-    def __exit__(self, *error: object) -> None:
-        self.timer.cancel()
+    def end(self) -> None:
+        """It is compiled, or cannot be."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
         if self.said:
             took = time.perf_counter() - self.start
             sys.stderr.write(f"sluice: compiled {self.name!r} in {took:.1f} s\n")

@@ -3,13 +3,14 @@
 Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contract are the same.
 ``tests/test_cpu_numba_private.py`` fails if one of them is gone.
 
-- ``compile_callback``, ``load``: the machine code of a C callback, compiled, or from what it was
-  written as. Numba's own ``cfunc`` decorator compiles at once, and with optimised copies of every
-  function called; its disk cache loads damaged files. Without ``CFunc``, its attributes and the
-  methods of code libraries (``missing``) the backend refuses every call and says why.
-- ``_as_modules``: functions that kernels call are kept as unoptimised LLVM modules. Without one of
-  the methods it replaces, kernels compile as they are, only slower.
-- ``event.broadcast``: rests while kernels are compiled. Without it, listeners are told.
+- ``lower``: types a C callback and what it calls, and writes them down in LLVM's language, where
+  Numba would have LLVM optimise every function, and again within each caller. Without ``CFunc``'s
+  way to compile, code libraries, or the place that says which kind of library is made
+  (``replaceable``), kernels are compiled by Numba's public ``cfunc``: much slower, one after
+  another.
+- ``replaced``: what else has a stand-in meanwhile, so that nothing asks LLVM for anything, nobody
+  is told of every lock, and no question is answered twice. What is missing is not replaced:
+  compiling takes longer.
 - ``OPTIONS``: ``_nrt`` leaves out the counting of references. Without it, loading fails.
 - ``PIPELINE``: of Numba's passes, those that these kernels need. Without one of them, all run.
 - ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
@@ -24,14 +25,14 @@ Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contra
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import llvmlite
 import llvmlite.binding as llvm
 import numba
-from numba import njit, types
+from llvmlite import ir
 from numba.core import (
     codegen,
     compiler,
@@ -43,8 +44,10 @@ from numba.core import (
     typed_passes,
     untyped_passes,
 )
+from numba.core import ir as numba_ir
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.types.functions import BaseFunction
 from numba.core.typing.templates import (
     AbstractTemplate,
     AttributeTemplate,
@@ -53,19 +56,19 @@ from numba.core.typing.templates import (
 )
 
 from sluice.backends.cpu.garbage import no_search_for_garbage
+from sluice.backends.cpu.llvm_text import Unit, linked
 
 __all__ = [
     "DESCRIPTION",
+    "MACHINE",
     "OPTIONS",
     "PIPELINE",
     "TARGET",
     "AbstractTemplate",
     "AttributeTemplate",
     "cache_folder",
-    "compile_callback",
     "infer_global",
-    "load",
-    "missing",
+    "lower",
     "signature",
 ]
 
@@ -76,13 +79,13 @@ PASSES = (
     (untyped_passes, "ReconstructSSA"),
     (typed_passes, "NopythonTypeInference"),
     (typed_passes, "PreLowerStripPhis"),
-    (typed_passes, "IRLegalization"),
     (typed_passes, "AnnotateTypes"),
     (typed_passes, "NativeLowering"),
     (typed_passes, "NoPythonBackend"),
 )
 """Functions of kernels have neither closures nor ``with``, arrays, literal unrolling nor overloads
-to inline, which Numba's other passes are for: those look through every function in vain."""
+to inline, nor references to give back (``IRLegalization``), which Numba's other passes are for:
+those look through every function in vain."""
 
 
 class _Pipeline(compiler.CompilerBase):  # type: ignore[misc]  # numba has no types
@@ -109,17 +112,21 @@ class Target(NamedTuple):
     features: frozenset[str]
 
 
+class Machine(NamedTuple):
+    """The same in the words of LLVM."""
+
+    triple: str
+    cpu: str
+    features: str
+
+
 def _codegen() -> Any:
     return registry.cpu_target.target_context.codegen()
 
 
-def _target() -> Target:
-    triple, _cpu, features = _codegen().magic_tuple()
-    return Target(triple, frozenset(features.split(",")))
-
-
-TARGET = _target()
-DESCRIPTION = " ".join([numba.__version__, llvmlite.__version__, *_codegen().magic_tuple()])
+MACHINE = Machine(*_codegen().magic_tuple())
+TARGET = Target(MACHINE.triple, frozenset(MACHINE.features.split(",")))
+DESCRIPTION = " ".join([numba.__version__, llvmlite.__version__, *MACHINE])
 """The compiler's versions and the machine: code made with one serves no other."""
 
 
@@ -128,108 +135,142 @@ def cache_folder() -> str:
     return str(getattr(config, "CACHE_DIR", "") or "")
 
 
-def missing() -> list[str]:
-    """What ``compile_callback`` and ``load`` need and this Numba does not have."""
-    signature = sigutils.normalize_signature(types.void(types.voidptr))
-    try:
-        kernel: Any = CFunc(lambda block: None, signature, {}, OPTIONS)
-    except TypeError as error:
-        return [f"CFunc of four arguments ({error})"]
-    found = [] if hasattr(kernel, "_compile_uncached") else ["CFunc._compile_uncached"]
-    library = getattr(codegen, "JITCodeLibrary", None)
-    wanted = ("_get_compiled_object", "get_pointer_to_function", "has_dynamic_globals")
-    found += [f"JITCodeLibrary.{name}" for name in wanted if not hasattr(library, name)]
-    if not hasattr(_codegen(), "unserialize_library"):
-        found.append("Codegen.unserialize_library")
-    return found
-
-
-def compile_callback(function: Callable[[Any], Any], signature: Any) -> tuple[int, object, bytes]:
-    """A C callback's address, what keeps it there, and what ``load`` makes it from again."""
+def lower(function: Callable[[Any], Any], signature: Any) -> tuple[str, Unit]:
+    """Type a C callback and write it down: its name, and where that is defined."""
+    if not replaceable():
+        kernel = numba.cfunc(signature, **OPTIONS)(function)
+        return kernel.native_name, Unit(modules=[kernel.inspect_llvm()])
     signature = sigutils.normalize_signature(signature)
     kernel = CFunc(function, signature, {}, OPTIONS, pipeline_class=PIPELINE)
-    with global_compiler_lock, _in_haste():
-        with _as_modules():
-            njit(pipeline_class=PIPELINE, **OPTIONS)(function).compile(signature[0])
+    with global_compiler_lock, no_search_for_garbage(), _as_text():
         compiled = kernel._compile_uncached()
-        library, name = compiled.library, compiled.fndesc.llvm_cfunc_wrapper_name
-        assert not library.has_dynamic_globals, "addresses of this process cannot be kept"
-        address = library.get_pointer_to_function(name)
-        # Numba also keeps a module to link with others, of which this is all that `load` asks for
-        symbols = llvm.parse_assembly(f'define void @"{name}"() {{\n  ret void\n}}').as_bitcode()
-        code = library._get_compiled_object()
-        names = json.dumps([name, library.name, len(code)]).encode()
-        return address, compiled, names + b"\n" + code + symbols
+        return compiled.fndesc.llvm_cfunc_wrapper_name, compiled.library.unit
 
 
-def load(payload: bytes) -> tuple[int, object]:
-    """The address of a callback's machine code, and what keeps it there."""
-    names, _, parts = payload.partition(b"\n")
-    name, library_name, size = json.loads(names)
-    state = library_name, "object", (parts[:size], parts[size:])
-    with global_compiler_lock:
-        library = _codegen().unserialize_library(state)
-        return library.get_pointer_to_function(name), library
+class _Library(getattr(codegen, "JITCodeLibrary", object)):  # type: ignore[misc]
+    """What Numba keeps of a compiled function: here a ``Unit``, which LLVM has not seen yet."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        codegen.CodeLibrary.__init__(self, owner, name)
+        self.unit = Unit()
+        self._shared_module: Any = None
+
+    def add_ir_module(self, module: Any) -> None:
+        self.unit.add(module)
+
+    def add_linking_library(self, library: Any) -> None:
+        unit = library.unit if isinstance(library, _Library) else _unit_of(library)
+        if unit not in self.unit.needs:
+            self.unit.needs.append(unit)
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0  # there is no machine code yet
+
+    def _get_module_for_linking(self) -> Any:
+        """For other people's functions that call one of Numba's that a kernel called first."""
+        if self._shared_module is None:
+            self._shared_module = linked(self.unit)
+        return self._shared_module
 
 
-@contextlib.contextmanager
-def _in_haste() -> Iterator[None]:
-    """No search for garbage, of which compiling makes little, nor for loops that LLVM might turn
-    into vectors: kernels say themselves what is a vector. Nor does Numba tell its listeners of
-    every lock that it takes, a tenth of a million times for all kernels."""
-    vectorize, tell = config.LOOP_VECTORIZE, getattr(event, "broadcast", None)
-    config.LOOP_VECTORIZE = 0
-    if tell is not None:
-        event.broadcast = lambda happened: None
-    try:
-        with no_search_for_garbage():
-            yield
-    finally:
-        config.LOOP_VECTORIZE = vectorize
-        if tell is not None:
-            event.broadcast = tell
-
-
-def _finalized(library: Any) -> None:
-    library._finalize_dynamic_globals()
-    library._finalized = True
-
-
-REPLACED: tuple[tuple[str, str, Callable[..., None]], ...] = (
-    ("JITCodeLibrary", "_optimize_final_module", lambda library: None),
-    ("JITCodeLibrary", "_finalize_final_module", _finalized),
-    ("JITCodeLibrary", "get_pointer_to_function", lambda library, name: 0),
-    ("JITCPUCodegen", "set_env", lambda self, name, env: None),
-)
-"""Methods of classes in ``numba.core.codegen``, and what stands in for them."""
+@functools.cache
+def _unit_of(library: Any) -> Unit:
+    """What Numba compiled in its own way: for itself, or before a kernel called it."""
+    return Unit(modules=[str(library._get_module_for_linking())])
 
 
 def replaceable() -> bool:
-    """Whether Numba has every method that ``_as_modules`` replaces or calls."""
-    library = getattr(codegen, "JITCodeLibrary", None)
-    return hasattr(library, "_finalize_dynamic_globals") and all(
-        hasattr(getattr(codegen, kind, None), name) for kind, name, _ in REPLACED
+    """Whether Numba has what ``lower`` cannot do without."""
+    return (
+        hasattr(CFunc, "_compile_uncached")
+        and hasattr(codegen, "JITCodeLibrary")
+        and hasattr(_codegen(), "_library_class")
     )
 
 
 @contextlib.contextmanager
-def _as_modules() -> Iterator[None]:
-    """In this scope compiled functions are kept as unoptimised LLVM modules.
+def _as_text() -> Iterator[None]:
+    """In this scope functions are typed and written down, and LLVM is not asked for anything.
 
-    Numba optimises every function and emits it as machine code, with all that it calls, and again
-    within each caller. What is compiled here first is optimised once, as a part of its kernel.
+    So it can work on one kernel while Numba, in another thread, works on the next: llvmlite lets
+    one thread at a time call LLVM.
     """
-    before = []
-    if replaceable():
-        for kind, name, function in REPLACED:
-            owner = getattr(codegen, kind)
-            before.append((owner, name, owner.__dict__.get(name)))
-            setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for owner, name, function in before:
-            if function is None:  # it was inherited
-                delattr(owner, name)
+    registry.cpu_target.target_context.refresh()  # what Numba compiles for itself, it does here
+    with contextlib.ExitStack() as stack:
+        for place, name, stand_in in replaced():
+            if not hasattr(place, name):
+                continue
+            before = vars(place).get(name)
+            setattr(place, name, stand_in)
+            if before is None:  # it was inherited
+                stack.callback(delattr, place, name)
             else:
-                setattr(owner, name, function)
+                stack.callback(setattr, place, name, before)
+        yield
+
+
+@functools.cache
+def replaced() -> list[tuple[Any, str, Any]]:
+    """Attributes of Numba's, and what stands in for them while it writes functions down."""
+    owner, context = _codegen(), registry.cpu_target.target_context
+    managers = getattr(llvm, "newpassmanagers", None) or llvm.passmanagers
+    layout, counts = str(context.target_data), managers.dump_refprune_stats()
+    return [
+        (owner, "_library_class", _Library),
+        (owner, "set_env", lambda name, env: None),
+        (owner, "_create_empty_module", functools.partial(_empty_module, layout)),
+        (type(context), "get_abi_sizeof", _size_of),
+        (managers, "dump_refprune_stats", lambda: counts),
+        (event, "broadcast", lambda happened: None),
+        (BaseFunction, "get_call_type", _call_type),
+        (numba_ir.Inst, "_rec_list_vars", _variables),
+    ]
+
+
+def _empty_module(layout: str, name: str) -> ir.Module:
+    module = ir.Module(name)
+    module.triple, module.data_layout = MACHINE.triple, layout
+    return module
+
+
+def _size_of(context: Any, kind: Any) -> int:
+    """Bytes of a variable, which Numba asks LLVM for and tells debuggers, of which there are none
+    here."""
+    return 0
+
+
+_call_types: dict[Any, Any] = {}
+_get_call_type = BaseFunction.get_call_type
+
+
+def _call_type(function: Any, context: Any, args: Any, options: Any) -> Any:
+    """The types of a call, which Numba finds out anew for every ``a + b`` that it meets."""
+    key = function, args, tuple(options.items())
+    if key not in _call_types:
+        _call_types[key] = _get_call_type(function, context, args, options)
+    return _call_types[key]
+
+
+def _variables(inst: Any, value: Any) -> list[Any]:
+    """Variables that a value mentions: Numba's own way takes three times as long."""
+    kind = type(value)
+    if kind is numba_ir.Var:
+        return [value]
+    if kind is dict:
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return list(value.list_vars()) if isinstance(value, numba_ir.Inst) else []
+    found: list[Any] = []
+    for one in value:
+        if type(one) is numba_ir.Var:
+            found.append(one)
+        elif type(one) not in _PLAIN:
+            found += _variables(inst, one)
+    return found
+
+
+_PLAIN = {str, int, bool, type(None), numba_ir.Loc}
+"""Types of values that mention none."""
