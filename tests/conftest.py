@@ -13,7 +13,7 @@ from sluice.testing.inputs import nan_empty
 from tests import interpreter
 
 with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU machine may lack it
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 
     settings.register_profile(
         "sluice",
@@ -23,6 +23,10 @@ with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     settings.load_profile("sluice")
+    # for `make faults`, which asks whether a test fails and not by how small an example
+    settings.register_profile(
+        "unshrunk", settings.get_profile("sluice"), phases=[Phase.explicit, Phase.generate]
+    )
 
 if toolchain.interpreted():
     interpreter.hasten()
