@@ -30,7 +30,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
-from faults import ROOT, TIMED_OUT, Fault, read, sample
+from faults import ROOT, TIMED_OUT, Fault, read, record, sample
 
 BUILD = ROOT / "build" / "faults"
 RESULTS = BUILD / "results.jsonl"
@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also those that were run before")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin none after so long")
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds for a fault's tests")
+    parser.add_argument("--record", action="store_true", help="write down which tests noticed")
     given = parser.parse_args()
     wanted = [f for f in read() if any(f.id.startswith(t) for t in given.only.split(","))]
     if absent := [] if _has_gpu() else [f.id for f in wanted if f.gpu]:
@@ -88,6 +89,8 @@ def main() -> int:
                 kept.flush()
         told = [f for f in wanted if f.id in outcomes and outcomes[f.id].caught]
         untold = _fail_without_faults(told, outcomes, workers[0])
+    if given.record:
+        record({f.id: outcomes[f.id].by for f in told if f.id not in untold})
     for name in untold:
         print(f"{name}: {outcomes[name].by} fails without the fault, too")
     survived = [name for name, outcome in outcomes.items() if not outcome.caught]
@@ -226,7 +229,11 @@ def _run(fault: Fault, worker: Warm) -> Outcome:
             kernels = KERNELS
             if compiles:
                 kernels = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            code, text = worker.pytest(fault.tests, fault.only, fault.interpret, kernels)
+            code, text = 0, ""
+            if fault.by:
+                code, text = worker.pytest([fault.by], "", fault.interpret, kernels)
+            if code in (0, 4, 5):  # it passed, or is not there any more
+                code, text = worker.pytest(fault.tests, fault.only, fault.interpret, kernels)
     finally:
         path.write_text(before, "utf-8")
     failed = _failed(text)

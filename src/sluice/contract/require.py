@@ -34,8 +34,9 @@ class Require:
         names: str = "",
     ) -> None:
         """Require shape (None matches any size), one of the dtypes, and the call's device."""
-        same = x.dim() == len(shape) and all(
-            want is None or size == want for size, want in zip(x.shape, shape, strict=True)
+        same = x.shape == shape or (
+            x.dim() == len(shape)
+            and all(want is None or size == want for size, want in zip(x.shape, shape, strict=True))
         )
         if not same:
             label = f"shape {list(shape)}{' = ' + names if names else ''}".replace("None", "any")
@@ -47,8 +48,8 @@ class Require:
 
     def innermost(self, x: Meta, argument: str) -> None:
         """Require the last dimension to have stride 1."""
-        ok = x.shape[-1] <= 1 or x.strides[-1] == 1 or x.numel() == 0
-        self(ok, argument, "a last dimension of stride 1", f"strides {list(x.strides)}")
+        if not (x.strides[-1] == 1 or x.shape[-1] <= 1 or x.numel() == 0):
+            self(False, argument, "a last dimension of stride 1", f"strides {list(x.strides)}")
 
     def choice(self, value: object, argument: str, choices: tuple[object, ...]) -> None:
         """Require one of the choices, and its type: a tensor or 0.0 is no choice."""
@@ -65,8 +66,8 @@ class Require:
     def out(self, x: Meta, argument: str, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
         """Require an output buffer whose elements do not share memory with each other."""
         self.tensor(x, argument, shape, (dtype,))
-        alone = not overlaps(x.shape, x.strides)
-        self(alone, argument, "a buffer without overlap", f"strides {list(x.strides)}")
+        if overlaps(x.shape, x.strides):
+            self(False, argument, "a buffer without overlap", f"strides {list(x.strides)}")
 
 
 def options(op: str, kinds: Mapping[str, str], values: Mapping[str, object]) -> None:

@@ -87,12 +87,12 @@ def bind(kernel: Kernel, spec: Any, share: Share, check: Check) -> Launch:
     checked_first = getattr(spec, "checkpoint_slots", None) is not None
     if checked_first:
         values["trusted"] = 1
-    dense = {spec.TENSORS[i]: meta.new_empty(*meta.shape) for i, meta in copied.items()}
-    launch = bind_fields(
-        kernel, PARAMS, values, sources, share, _asking(check, replace(spec, **dense))
-    )
-    if copied:
-        launch = with_copies(launch, copied)
+    if not copied:
+        launch = bind_fields(kernel, PARAMS, values, sources, share, ask)
+    else:
+        dense = {spec.TENSORS[i]: meta.new_empty(*meta.shape) for i, meta in copied.items()}
+        seen = _asking(check, replace(spec, **dense))
+        launch = with_copies(bind_fields(kernel, PARAMS, values, sources, share, seen), copied)
     return _in_turn(ask, launch) if checked_first else launch
 
 
@@ -120,7 +120,7 @@ def bind_fields(
         sources: for each address field that is set, the index of its tensor.
     """
     enter, worker = ENTRY.function, kernel.address
-    given = [field for field in fields.addresses if field in sources]
+    given = tuple(field for field in fields.addresses if field in sources)
     layout, start = fields.address_struct(given)
     put_addresses = layout.pack_into
     order = [sources[field] for field in given]
