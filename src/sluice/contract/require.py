@@ -53,14 +53,14 @@ class Require:
 
     def choice(self, value: object, argument: str, choices: tuple[object, ...]) -> None:
         """Require one of the choices, and its type: a tensor or 0.0 is no choice."""
-        ok = any(isinstance(value, type(c)) and value == c for c in choices)
-        self(ok, argument, f"one of {list(choices)}", _shown(value))
+        if not any(isinstance(value, type(c)) and value == c for c in choices):
+            self(False, argument, f"one of {list(choices)}", _shown(value))
 
     def number(self, value: object, argument: str, least: float = -math.inf) -> None:
         """Require a finite number: a tensor is none, since reading it may wait for a device."""
-        expected = "a finite number" + (f" >= {least:g}" if math.isfinite(least) else "")
         ok = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
         if not ok or not math.isfinite(value) or value < least:  # type: ignore[arg-type, operator]
+            expected = "a finite number" + (f" >= {least:g}" if math.isfinite(least) else "")
             self(False, argument, expected, _shown(value))
 
     def out(self, x: Meta, argument: str, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
@@ -136,7 +136,9 @@ def state(
     for size, stride in zip(reversed(pool.shape[1:]), reversed(pool.strides[1:]), strict=True):
         dense = dense and (size == 1 or stride == span)
         span = span * size
-    require(dense, "state", "contiguous last three dimensions", f"strides {list(pool.strides)}")
+    if not dense:
+        got = f"strides {list(pool.strides)}"
+        require(False, "state", "contiguous last three dimensions", got)
     require(P <= 1 or pool.strides[0] >= span, "state", f"stride(0) >= {span}", pool.strides[0])
     if spec.slots is None:
         require(P >= N, "state", f"at least {N} rows, one per sequence", f"{P} rows")
