@@ -37,12 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without what is ``long``; what is ``slow`` comes first, so that workers end together."""
+    """Without what is ``long``. What is ``slow`` comes first, so that workers end together.
+
+    Of one process it comes last: with ``-x``, a quick test that fails spares it.
+    """
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    shared = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None) == shared)
 
 
 @pytest.fixture(autouse=True)
