@@ -13,7 +13,7 @@ from sluice.testing.inputs import nan_empty
 from tests import interpreter
 
 with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU machine may lack it
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 
     settings.register_profile(
         "sluice",
@@ -23,6 +23,10 @@ with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     settings.load_profile("sluice")
+    # for `make faults`, which asks whether a test fails and not by how small an example
+    settings.register_profile(
+        "unshrunk", settings.get_profile("sluice"), phases=[Phase.explicit, Phase.generate]
+    )
 
 if toolchain.interpreted():
     interpreter.hasten()
@@ -33,12 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without what is ``long``; what is ``slow`` comes first, so that workers end together."""
+    """Without what is ``long``. What is ``slow`` comes first, so that workers end together.
+
+    Of one process it comes last: with ``-x``, a quick test that fails spares it.
+    """
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    shared = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None) == shared)
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,8 @@ FAULTS = faults.read()
 @cache
 def _tests_of(path: Path) -> frozenset[str]:
     tree = ast.parse(path.read_text("utf-8"))
-    return frozenset(x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef))
+    named = {x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+    return frozenset(named | {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)})
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
@@ -40,10 +41,10 @@ def test_a_fault_fits_the_sources_and_names_tests(fault):
     assert fault.file.startswith(("src/", "packages/"))
     ast.parse(fault.applied((ROOT / fault.file).read_text("utf-8")))
     assert fault.tests, "no test is named"
-    for test in fault.tests:
-        path, _, name = test.partition("::")
+    for test in (*fault.tests, *filter(None, [fault.by])):
+        path, _, name = test.partition("[")[0].partition("::")
         assert (ROOT / path).is_file(), path
-        assert not name or name in _tests_of(ROOT / path), test
+        assert not name or name.partition("::")[0] in _tests_of(ROOT / path), test
     assert fault.kind
     assert fault.why.endswith(".")
 

@@ -212,13 +212,11 @@ class Buffers:
 
     def __init__(self, op: Operator, given: tuple[Meta | None, ...]) -> None:
         self.op, self.given = op, given
-        names = op.spec.TENSORS
-        large = [(i, x.reach()) for i, x in enumerate(given) if x is not None and x.dim() > 1]
+        names, there = op.spec.TENSORS, [(i, x) for i, x in enumerate(given) if x is not None]
         results = [
-            (i, x.reach())
-            for i, x in enumerate(given)
-            if x is not None and names[i] in op.mutates and names[i] not in STATES
+            (i, x.reach()) for i, x in there if names[i] in op.mutates and names[i] not in STATES
         ]
+        large = [(i, x.reach()) for i, x in there if x.dim() > 1] if results else []
         known = {frozenset((i, j)): (i, n, j, m) for i, n in results for j, m in large if i != j}
         self.pairs = [pair for pair in known.values() if pair[1] > 0 < pair[3]]
         self.places = sorted({i for a, _, b, _ in self.pairs for i in (a, b)})

@@ -62,12 +62,12 @@ def test_the_states_a_cache_gets_are_stock_s(models):
     for ids in (tokens(2, 70), tokens(2, 1, seed=1), tokens(2, 1, seed=2)):
         for model, cache in zip(models, caches, strict=True):
             model(ids, past_key_values=cache)
-    for i in (0, 1, 2):
-        (conv, state), (conv_exact, exact) = (states_of(cache, i) for cache in caches[::-1])
-        close(state, exact, "recurrent state")
-        close(conv, conv_exact, "conv state")
-        assert conv.shape[-1] == 4
-        assert state.dtype == torch.float32
+        for i in (0, 1, 2):
+            (conv, state), (conv_exact, exact) = (states_of(cache, i) for cache in caches[::-1])
+            close(state, exact, "recurrent state")
+            close(conv, conv_exact, "conv state")
+            assert conv.shape[-1] == 4
+            assert state.dtype == torch.float32
 
 
 def test_the_cache_is_updated_in_place(models):
@@ -78,6 +78,20 @@ def test_the_cache_is_updated_in_place(models):
     for T in (1, 3, 20):
         ours(tokens(1, T), past_key_values=cache)
     assert before == [x.data_ptr() for x in states_of(cache)]
+
+
+def test_a_mask_that_has_padded_earlier_tokens_too_is_read_at_its_end_row_27(models):
+    """Some releases pass it with every token that follows."""
+    stock, ours = models
+    layer, found = known_layers(ours)[0], []
+    x = torch.randn(2, 6, layer.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = torch.ones(2, 6, dtype=torch.int64, device=DEVICE)
+    mask[0, :2] = 0
+    for begin in (0, 5):
+        cache = new_cache(stock)
+        layer(x[:, :5], cache_params=cache, attention_mask=mask[:, :5])
+        found.append(layer(x[:, 5:], cache_params=cache, attention_mask=mask[:, begin:]))
+    assert_same_bits(*found, "the last token")
 
 
 def test_right_padding_continues_as_if_it_were_not_there_row_27(models):
@@ -223,6 +237,14 @@ def test_a_cache_that_records_its_past_is_left_to_transformers(models, monkeypat
     close(mine, stock(tokens(1, 9), past_key_values=caches[0]).logits)
     shapes = [states_of(cache)[0].shape for cache in caches]
     assert shapes[0] == shapes[1]
+
+
+def test_restore_leaves_no_hook_of_releases_whose_layers_take_no_borders(monkeypatch):
+    monkeypatch.setattr(integration, "_takes_borders", lambda kind: False)
+    model = accelerate(stock_model("qwen3_5"))
+    assert any(module._forward_pre_hooks for module in model.modules())
+    restore(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_restore_gives_the_stock_bits_back(models):

@@ -251,11 +251,13 @@ def test_a_stale_slot_is_recognised_although_the_row_has_a_new_owner(pool):
 
 
 def test_a_slot_of_another_pool_is_refused():
-    ours, theirs = StatePool(SMALL, P), StatePool(SMALL, P)
-    ours.allocate()
-    with pytest.raises(ContractError, match="slots of this pool, got 0 of another pool"):
-        ours.free(theirs.allocate())
-    assert ours.available == P - 1
+    """Of an older pool and of a younger one."""
+    older, younger = StatePool(SMALL, P), StatePool(SMALL, P)
+    slots = {older: older.allocate(), younger: younger.allocate()}
+    for ours, theirs in ((older, younger), (younger, older)):
+        with pytest.raises(ContractError, match="slots of this pool, got 0 of another pool"):
+            ours.free(slots[theirs])
+        assert ours.available == P - 1
 
 
 def test_copies_of_one_parent_come_together(pool):

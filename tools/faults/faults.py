@@ -11,6 +11,7 @@ Each ``*.toml`` beside this file lists faults of one part of the library:
     why = "what a user would meet"
     row = [18]                           # of docs/reliability.md, where it is one of these
     tests = ["tests/state_pool/test_pool.py::test_a_name"]   # of which at least one must fail
+    by = "tests/state_pool/test_pool.py::test_a_name[case]"  # the one that did; it is tried first
     only = "cpu"                         # pytest's -k, where tests have more cases than needed
     interpret = true                     # the kernels of Triton run in its interpreter
     gpu = true                           # needs a GPU; left out where there is none
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tomllib
@@ -42,6 +43,7 @@ class Fault:
     new: str
     why: str
     tests: tuple[str, ...]
+    by: str = ""
     row: tuple[int, ...] = field(default=())
     only: str = ""
     interpret: bool = False
@@ -59,7 +61,7 @@ class Fault:
     @property
     def digest(self) -> str:
         """Equal for equal faults."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(replace(self, by="")).encode()).hexdigest()[:16]
 
 
 def read(folder: Path = HERE) -> list[Fault]:
@@ -81,6 +83,21 @@ def sample(faults: list[Fault], number: int, seed: str) -> list[Fault]:
     """Some of the faults, the same for the same seed, in their order."""
     chosen = random.Random(seed).sample(range(len(faults)), min(number, len(faults)))
     return [faults[i] for i in sorted(chosen)]
+
+
+def record(noticed: dict[str, str], folder: Path = HERE) -> None:
+    """Write the test that noticed each fault into its entry."""
+    for path in sorted(folder.glob("*.toml")):
+        first, *entries = path.read_text("utf-8").split("[[fault]]\n")
+        for i, entry in enumerate(entries):
+            fault = tomllib.loads(entry)
+            test = noticed.get(fault["id"], "")
+            if "::" not in test or test == fault.get("by") or "'" in test:
+                continue
+            kept = [line for line in entry.rstrip().split("\n") if not line.startswith("by = ")]
+            space = "\n\n" if i + 1 < len(entries) else "\n"
+            entries[i] = "\n".join([*kept, f"by = '{test}'"]) + space
+        path.write_text("[[fault]]\n".join([first, *entries]), "utf-8")
 
 
 def listed(faults: list[Fault]) -> str:

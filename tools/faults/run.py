@@ -30,7 +30,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
-from faults import ROOT, TIMED_OUT, Fault, read, sample
+from faults import ROOT, TIMED_OUT, Fault, read, record, sample
 
 BUILD = ROOT / "build" / "faults"
 RESULTS = BUILD / "results.jsonl"
@@ -58,7 +58,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--again", action="store_true", help="also those that were run before")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin none after so long")
-    parser.add_argument("--trust", action="store_true", help="do not run the tests without faults")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds for a fault's tests")
+    parser.add_argument("--record", action="store_true", help="write down which tests noticed")
     given = parser.parse_args()
     wanted = [f for f in read() if any(f.id.startswith(t) for t in given.only.split(","))]
     if absent := [] if _has_gpu() else [f.id for f in wanted if f.gpu]:
@@ -71,37 +72,40 @@ def main() -> int:
     sources = _digest(path for path in _files() if path.startswith("src/"))
     keys = {f.id: _key(f, sources) for f in wanted}
     kept_before = {} if given.again else _kept()
-    known = [kept_before[key] for key in keys.values() if key in kept_before]
-    todo = [f for f in wanted if keys[f.id] not in kept_before]
-    if not given.trust and todo and not _pass_without_faults(todo):
-        print("the tests fail without a fault: nothing can be told from them")
-        return 2
+    outcomes = {f.id: kept_before[keys[f.id]] for f in wanted if keys[f.id] in kept_before}
+    todo = [f for f in wanted if f.id not in outcomes]
     rows = {f.id: ",".join(map(str, f.row)) for f in wanted}
-    bad = 0
-    for outcome in known:
-        bad += _say(outcome, rows[outcome.id])
-    start, left = time.monotonic(), 0
-    with RESULTS.open("a") as kept:
-        workers = max(1, min(given.workers, len(todo)))
+    for outcome in outcomes.values():
+        _say(outcome, rows[outcome.id])
+    start = time.monotonic()
+    with RESULTS.open("a") as kept, _workers(max(1, min(given.workers, len(todo)))) as workers:
+        for worker in workers:
+            worker.limit = given.limit
         for fault, outcome in _run_all(todo, workers, start + given.seconds):
-            if outcome is None:
-                left += 1
-                continue
-            bad += _say(outcome, rows[fault.id])
-            kept.write(json.dumps({"key": keys[fault.id], **outcome._asdict()}) + "\n")
-            kept.flush()
+            if outcome is not None:
+                _say(outcome, rows[fault.id])
+                outcomes[fault.id] = outcome
+                kept.write(json.dumps({"key": keys[fault.id], **outcome._asdict()}) + "\n")
+                kept.flush()
+        told = [f for f in wanted if f.id in outcomes and outcomes[f.id].caught]
+        untold = _fail_without_faults(told, outcomes, workers[0])
+    if given.record:
+        record({f.id: outcomes[f.id].by for f in told if f.id not in untold})
+    for name in untold:
+        print(f"{name}: {outcomes[name].by} fails without the fault, too")
+    survived = [name for name, outcome in outcomes.items() if not outcome.caught]
+    bad, left = len(untold) + len(survived), len(wanted) - len(outcomes)
     took = time.monotonic() - start
-    tried = len(wanted) - left
     more = f"; {left} not tried" if left else ""
-    print(f"{tried} faults, {tried - bad} caught, {bad} not; {took:.0f} s{more}")
+    print(f"{len(outcomes)} faults, {len(outcomes) - bad} caught, {bad} not; {took:.0f} s{more}")
+    for name in survived:
+        _say(outcomes[name], rows[name])
     return 1 if bad else 0
 
 
-def _say(outcome: Outcome, row: str) -> bool:
-    """Print one line; whether the fault was not caught."""
+def _say(outcome: Outcome, row: str) -> None:
     verdict = f"caught by {outcome.by}" if outcome.caught else f"SURVIVED ({outcome.by})"
     print(f"{row:>5}  {outcome.id:<44} {outcome.seconds:5.1f} s  {verdict}", flush=True)
-    return not outcome.caught
 
 
 def _take_kernels() -> None:
@@ -169,31 +173,36 @@ def _workers(number: int) -> Iterator[list[Warm]]:
                 each.close()
 
 
-def _pass_without_faults(faults: list[Fault]) -> bool:
-    """Whether the tests pass as the sources are; this also compiles the CPU kernels once."""
-    ok = True
-    with _workers(1) as (worker,):
-        groups: dict[tuple[str, bool], list[str]] = {}
-        for fault in faults:
-            group = groups.setdefault((fault.only, fault.interpret), [])
-            group += [test for test in fault.tests if test not in group]
-        for (only, interpret), tests in groups.items():
-            code, text = worker.pytest(tests, only, interpret, KERNELS, limit=1800)
-            if code != 0:
-                print(text[-3000:])
-                ok = False
-    return ok
+def _fail_without_faults(
+    faults: list[Fault], outcomes: dict[str, Outcome], worker: Warm
+) -> list[str]:
+    """The faults whose test fails as the sources are, too: it tells nothing about the fault."""
+    groups: dict[bool, dict[str, list[str]]] = {}
+    for fault in faults:
+        noticed = outcomes[fault.id].by
+        tests = (noticed,) if "::" in noticed else fault.tests
+        for test in tests:
+            groups.setdefault(fault.interpret, {}).setdefault(test, []).append(fault.id)
+    found: list[str] = []
+    for interpret, tests in groups.items():
+        code, text = worker.pytest(list(tests), "", interpret, KERNELS, limit=1800, first=False)
+        if code not in (0, 1):
+            print(text[-3000:])
+            return [fault.id for fault in faults]
+        for failed in _failed(text):
+            found += tests.get(failed, []) or [
+                i for t in tests if failed.startswith(t) for i in tests[t]
+            ]
+    return found
 
 
 def _run_all(
-    faults: list[Fault], workers: int, end: float
+    faults: list[Fault], workers: list[Warm], end: float
 ) -> Iterator[tuple[Fault, Outcome | None]]:
     """Outcomes as they come; None for faults that were not begun before ``end``."""
-    if not faults:
-        return
-    with _workers(workers) as made, ThreadPool(workers) as pool:
+    with ThreadPool(len(workers)) as pool:
         idle: queue.SimpleQueue[Warm] = queue.SimpleQueue()
-        for worker in made:
+        for worker in workers:
             idle.put(worker)
 
         def one(fault: Fault) -> tuple[Fault, Outcome | None]:
@@ -220,27 +229,37 @@ def _run(fault: Fault, worker: Warm) -> Outcome:
             kernels = KERNELS
             if compiles:
                 kernels = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            code, text = worker.pytest(fault.tests, fault.only, fault.interpret, kernels)
+            code, text = 0, ""
+            if fault.by:
+                code, text = worker.pytest([fault.by], "", fault.interpret, kernels)
+            if code in (0, 4, 5):  # it passed, or is not there any more
+                code, text = worker.pytest(fault.tests, fault.only, fault.interpret, kernels)
     finally:
         path.write_text(before, "utf-8")
-    marks = ("FAILED ", "ERROR ")
-    failed = [x.split(" ", 1)[1] for x in text.splitlines() if x.startswith(marks)]
+    failed = _failed(text)
     last = text.strip().splitlines()[-1] if text.strip() else ""
     if code == TIMED_OUT:
-        caught, by = False, f"no answer within {LIMIT} s"
+        caught, by = False, f"no answer within {worker.limit} s"
     elif code < 0:  # on a GPU or in machine code a fault may end the process
         caught, by = True, f"the end of the process (signal {-code})"
     else:
         caught = code == 1 and bool(failed)
-        by = failed[0].split(" - ")[0] if failed else f"pytest ended with {code}: {last}"
+        by = failed[0] if failed else f"pytest ended with {code}: {last}"
     return Outcome(fault.id, caught, by, round(time.monotonic() - start, 1))
+
+
+def _failed(text: str) -> list[str]:
+    """The tests that failed, by what pytest printed."""
+    marks = ("FAILED ", "ERROR ")
+    lines = [x.split(" ", 1)[1] for x in text.splitlines() if x.startswith(marks)]
+    return [line.split(" - ")[0] for line in lines]
 
 
 class Warm:
     """A process that has imported what every run needs (``warm.py``), and a copy of the tree."""
 
     def __init__(self, tree: Path) -> None:
-        self.tree = tree
+        self.tree, self.limit = tree, LIMIT
         alone = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
         self.process = subprocess.Popen(
@@ -252,18 +271,25 @@ class Warm:
         )
 
     def pytest(
-        self, tests: Sequence[str], only: str, interpret: bool, kernels: Path, limit: int = LIMIT
+        self,
+        tests: Sequence[str],
+        only: str,
+        interpret: bool,
+        kernels: Path,
+        limit: int = 0,
+        first: bool = True,
     ) -> tuple[int, str]:
-        """The exit status of these tests, and what they printed."""
-        arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore"]
-        arguments += [*(["-k", only] if only else []), *tests]
+        """The exit status of these tests, to the ``first`` that fails, and what they printed."""
+        arguments = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
+        arguments += ["--hypothesis-profile", "unshrunk"]
+        arguments += [*(["-x"] if first else []), *(["-k", only] if only else []), *tests]
         environment = {"PYTHONPATH": str(self.tree / "src"), "NUMBA_CACHE_DIR": str(kernels)}
         if interpret:
             environment["TRITON_INTERPRET"] = "1"
         job = {"tree": str(self.tree), "arguments": arguments, "environment": environment}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(job | {"limit": limit}) + "\n")
+        self.process.stdin.write(json.dumps(job | {"limit": limit or self.limit}) + "\n")
         self.process.stdin.flush()
         code, text = json.loads(self.process.stdout.readline())
         return code, text

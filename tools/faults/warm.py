@@ -1,13 +1,14 @@
-"""A process that has imported torch and pytest, and runs tests in copies of itself.
+"""A process that has imported what tests need, and runs them in copies of itself.
 
-Half of a short test's time is spent on imports. Reads one line of JSON for each run (a folder, the
-arguments of pytest, environment variables, a limit in seconds), and answers with one: the exit
-status and what was printed.
+Most of a short test's time would be spent on imports. Reads one line of JSON for each run (a
+folder, the arguments of pytest, environment variables, a limit in seconds), and answers with one:
+the exit status and what was printed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -17,8 +18,10 @@ import time
 from typing import Any, NoReturn
 
 import pytest
-import torch  # noqa: F401 (imported once for all runs)
 from faults import TIMED_OUT
+
+NEEDED = ("torch", "torch.export", "hypothesis", "numba")
+"""Imported once for all runs. Nothing that imports Triton, which asks then whether to interpret."""
 
 
 def _run(job: dict[str, Any], output: int) -> NoReturn:
@@ -27,6 +30,8 @@ def _run(job: dict[str, Any], output: int) -> NoReturn:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(job["environment"])
+    if numba := sys.modules.get("numba"):
+        numba.core.config.reload_config()  # NUMBA_CACHE_DIR
     os.chdir(job["tree"])
     sys.path[:0] = [job["tree"], os.environ["PYTHONPATH"]]
     sys.argv[:] = ["pytest", *job["arguments"]]
@@ -59,6 +64,9 @@ def _answer(job: dict[str, Any]) -> tuple[int, str]:
 
 
 def main() -> None:
+    for name in NEEDED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for line in sys.stdin:
         code, text = _answer(json.loads(line))
         sys.stdout.write(json.dumps([code, text]) + "\n")

@@ -47,13 +47,13 @@ class Meta(NamedTuple):
     def squeeze(self, dim: int) -> Meta:
         shape, strides = list(self.shape), list(self.strides)
         del shape[dim], strides[dim]
-        return self._replace(shape=tuple(shape), strides=tuple(strides))
+        return Meta(tuple(shape), tuple(strides), self.dtype, self.device)
 
     def unsqueeze(self, dim: int) -> Meta:
         shape, strides = list(self.shape), list(self.strides)
         shape.insert(dim, 1)
         strides.insert(dim, self.shape[dim] * self.strides[dim] if dim < self.dim() else 1)
-        return self._replace(shape=tuple(shape), strides=tuple(strides))
+        return Meta(tuple(shape), tuple(strides), self.dtype, self.device)
 
     def transpose(self, a: int, b: int) -> Meta:
         order = list(range(self.dim()))

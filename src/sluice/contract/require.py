@@ -34,8 +34,9 @@ class Require:
         names: str = "",
     ) -> None:
         """Require shape (None matches any size), one of the dtypes, and the call's device."""
-        same = x.dim() == len(shape) and all(
-            want is None or size == want for size, want in zip(x.shape, shape, strict=True)
+        same = x.shape == shape or (
+            x.dim() == len(shape)
+            and all(want is None or size == want for size, want in zip(x.shape, shape, strict=True))
         )
         if not same:
             label = f"shape {list(shape)}{' = ' + names if names else ''}".replace("None", "any")
@@ -47,26 +48,26 @@ class Require:
 
     def innermost(self, x: Meta, argument: str) -> None:
         """Require the last dimension to have stride 1."""
-        ok = x.shape[-1] <= 1 or x.strides[-1] == 1 or x.numel() == 0
-        self(ok, argument, "a last dimension of stride 1", f"strides {list(x.strides)}")
+        if not (x.strides[-1] == 1 or x.shape[-1] <= 1 or x.numel() == 0):
+            self(False, argument, "a last dimension of stride 1", f"strides {list(x.strides)}")
 
     def choice(self, value: object, argument: str, choices: tuple[object, ...]) -> None:
         """Require one of the choices, and its type: a tensor or 0.0 is no choice."""
-        ok = any(isinstance(value, type(c)) and value == c for c in choices)
-        self(ok, argument, f"one of {list(choices)}", _shown(value))
+        if not any(isinstance(value, type(c)) and value == c for c in choices):
+            self(False, argument, f"one of {list(choices)}", _shown(value))
 
     def number(self, value: object, argument: str, least: float = -math.inf) -> None:
         """Require a finite number: a tensor is none, since reading it may wait for a device."""
-        expected = "a finite number" + (f" >= {least:g}" if math.isfinite(least) else "")
         ok = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
         if not ok or not math.isfinite(value) or value < least:  # type: ignore[arg-type, operator]
+            expected = "a finite number" + (f" >= {least:g}" if math.isfinite(least) else "")
             self(False, argument, expected, _shown(value))
 
     def out(self, x: Meta, argument: str, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
         """Require an output buffer whose elements do not share memory with each other."""
         self.tensor(x, argument, shape, (dtype,))
-        alone = not overlaps(x.shape, x.strides)
-        self(alone, argument, "a buffer without overlap", f"strides {list(x.strides)}")
+        if overlaps(x.shape, x.strides):
+            self(False, argument, "a buffer without overlap", f"strides {list(x.strides)}")
 
 
 def options(op: str, kinds: Mapping[str, str], values: Mapping[str, object]) -> None:
@@ -135,7 +136,9 @@ def state(
     for size, stride in zip(reversed(pool.shape[1:]), reversed(pool.strides[1:]), strict=True):
         dense = dense and (size == 1 or stride == span)
         span = span * size
-    require(dense, "state", "contiguous last three dimensions", f"strides {list(pool.strides)}")
+    if not dense:
+        got = f"strides {list(pool.strides)}"
+        require(False, "state", "contiguous last three dimensions", got)
     require(P <= 1 or pool.strides[0] >= span, "state", f"stride(0) >= {span}", pool.strides[0])
     if spec.slots is None:
         require(P >= N, "state", f"at least {N} rows, one per sequence", f"{P} rows")

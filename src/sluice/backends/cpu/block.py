@@ -7,8 +7,9 @@ counter for each thread. Kernels see it as a record (``struct_view.py``).
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sluice.backends.cpu.struct_view import struct_view
@@ -48,9 +49,13 @@ class Fields:
     def pack(self, values: Mapping[str, Any]) -> bytes:
         """A block with these fields set and all others zero, without counters."""
         assert values.keys() <= self.offset.keys(), values.keys() - self.offset.keys()
-        return self._all.pack(*(values.get(field, 0) for field in self.offset))
+        packed = [0] * len(self.offset)
+        for field, value in values.items():
+            packed[self.offset[field] // 8] = value
+        return self._all.pack(*packed)
 
-    def address_struct(self, given: Collection[str]) -> tuple[struct.Struct, int]:
+    @functools.cache  # noqa: B019 (layouts live as long as the process)
+    def address_struct(self, given: tuple[str, ...]) -> tuple[struct.Struct, int]:
         """A struct of the address fields ``given``, in the layout's order, and where it begins.
 
         Addresses lie together, so one ``pack_into`` writes them all, and zeros between them.

@@ -98,11 +98,12 @@ def bind(
     checked_first = getattr(spec, "checkpoint_slots", None) is not None
     if checked_first:
         values["trusted"] = 1
-    dense = {spec.TENSORS[i]: meta.new_empty(*meta.shape) for i, meta in copied.items()}
-    launch = bind_fields(
-        kernel, PARAMS, values, sources, share, _asking(check, replace(spec, **dense)), elements
-    )
-    if copied:
+    if not copied:
+        launch = bind_fields(kernel, PARAMS, values, sources, share, ask, elements)
+    else:
+        dense = {spec.TENSORS[i]: meta.new_empty(*meta.shape) for i, meta in copied.items()}
+        seen = _asking(check, replace(spec, **dense))
+        launch = bind_fields(kernel, PARAMS, values, sources, share, seen, elements)
         launch = with_copies(launch, copied)
     return _in_turn(ask, launch) if checked_first else launch
 
@@ -134,7 +135,7 @@ def bind_fields(
     """
     short = elements is not None and elements <= SHORT
     enter, worker = _HOLDING(ENTRY.address) if short else ENTRY.function, kernel.address
-    given = [field for field in fields.addresses if field in sources]
+    given = tuple(field for field in fields.addresses if field in sources)
     layout, start = fields.address_struct(given)
     put_addresses = layout.pack_into
     order = [sources[field] for field in given]

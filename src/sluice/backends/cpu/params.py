@@ -137,18 +137,24 @@ def sources_of(spec: Any) -> dict[str, str]:
 
 def describe(field: str, meta: Meta) -> dict[str, int]:
     """What a block says about a tensor."""
-    found = {}
-    parts = TENSORS[field].split()
-    strides = dict(zip([x for x in parts if x not in ("code", "wide")], meta.strides, strict=False))
-    for part in parts:
-        if part == "code":
-            value = CODES[meta.dtype]
-        elif part == "wide":
-            value = int(meta.dtype == torch.int64)
-        else:
-            value = strides[part]
-        found[f"{field}_{part}"] = value
+    strides, kind = _PARTS[field]
+    found = dict(zip(strides, meta.strides, strict=False))
+    if kind == "code":
+        found[f"{field}_code"] = CODES[meta.dtype]
+    elif kind == "wide":
+        found[f"{field}_wide"] = int(meta.dtype == torch.int64)
     return found
+
+
+def _parts(field: str, said: str) -> tuple[tuple[str, ...], str]:
+    """The fields of a tensor's strides, and what else a block says about it."""
+    *strides, last = said.split() or [""]
+    if last not in ("code", "wide", ""):
+        strides, last = [*strides, last], ""
+    return tuple(f"{field}_{name}" for name in strides), last
+
+
+_PARTS = {field: _parts(field, said) for field, said in TENSORS.items()}
 
 
 def one_layer(spec: Any, name: str, meta: Meta) -> Meta:
@@ -159,7 +165,7 @@ def one_layer(spec: Any, name: str, meta: Meta) -> Meta:
 
 def is_readable(field: str, meta: Meta) -> bool:
     """Whether kernels can read a tensor as it lies. If not, it is copied."""
-    if not set(TENSORS[field].split()) - {"code", "wide"}:
+    if not _PARTS[field][0]:
         return meta.is_dense()
     if field == "g" and meta.dim() == 4:
         return meta.strides[3] == 1
