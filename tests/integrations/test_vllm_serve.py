@@ -241,6 +241,12 @@ def test_drafts_beside_a_prompt_and_padding():
     assert_within(got[:3], want[0][23:26], TOLERANCE, name="padded")
     assert not got[3:].any()
     assert e.page[0].isnan().all()
+    # a padded row that has tokens, and stale slots behind its first one
+    metadata = _drafts([[5, 6, 7], [0, 10, 11]], [3, 3], [3, 2], num_actual_tokens=6)
+    got = e.run(metadata, *_cat(_part(old, 26, 29), e.inputs(3)))
+    assert_within(got[:3], want[0][26:29], TOLERANCE, name="beside stale slots")
+    assert not got[3:].any()
+    assert e.page[[0, 10, 11]].isnan().all()
 
 
 def test_a_checkpoint_is_the_state_of_a_prompt_cut_there():
