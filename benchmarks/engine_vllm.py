@@ -24,8 +24,9 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-PROMPT, NEW, REPEATS = 512, 16, 2
+PROMPT, NEW, REPEATS = 512, 64, 5
 SIDES = {  # plug-in, dtype
     "off": (False, "bfloat16"),
     "on": (True, "bfloat16"),
@@ -67,9 +68,8 @@ CONFIG = {
 
 
 def measure(folder: str, on: bool, dtype: str) -> dict[str, list[float]]:
-    """Seconds of each run, by batch and number of new tokens."""
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
+    """Seconds of each run: of the prompts' step, and of one decode step on average."""
+    from vllm import LLM
 
     llm = LLM(
         model=folder,
@@ -85,32 +85,42 @@ def measure(folder: str, on: bool, dtype: str) -> dict[str, list[float]]:
     )
     found: dict[str, list[float]] = {}
     for batch in (1, 8):
-        prompts = [
-            TokensPrompt(prompt_token_ids=[(7 * i + n) % 8000 for i in range(PROMPT)])
-            for n in range(batch)
-        ]
-        for new in (1, NEW + 1):
-            params = SamplingParams(
-                temperature=0, max_tokens=new, ignore_eos=True, detokenize=False
-            )
-            for repeat in range(REPEATS + 1):
-                start = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                if repeat:  # the first one warms up
-                    seconds = time.perf_counter() - start
-                    found.setdefault(f"{batch} {new}", []).append(seconds)
+        for repeat in range(REPEATS + 1):
+            steps = _steps(llm.llm_engine, batch)
+            if repeat:  # the first one warms up
+                found.setdefault(f"prompt, batch {batch}", []).append(steps[0])
+                found.setdefault(f"decode, batch {batch}", []).append(sum(steps[1:]) / NEW)
+    return found
+
+
+def _steps(engine: Any, batch: int) -> list[float]:
+    """Seconds of each step of the engine: all prompts, then NEW times one token for each."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NEW + 1, ignore_eos=True, detokenize=False)
+    for n in range(batch):
+        prompt = [(7 * i + n) % 8000 for i in range(PROMPT)]
+        engine.add_request(str(n), {"prompt_token_ids": prompt}, params)
+    found = []
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        engine.step()
+        found.append(time.perf_counter() - start)
+    if len(found) != NEW + 1:
+        sys.exit(f"{len(found)} steps, {NEW + 1} expected")
     return found
 
 
 def rates(runs: dict[str, list[float]]) -> dict[str, float]:
-    """Tokens per second of prompts and of decode steps."""
+    """Tokens per second: of prompts, of decode steps, and new tokens of the whole request."""
     made = {}
     for batch in (1, 8):
-        first = statistics.median(runs[f"{batch} 1"])
-        whole = statistics.median(runs[f"{batch} {NEW + 1}"])
-        made[f"prompt, batch {batch}"] = batch * PROMPT / first
-        made[f"decode, batch {batch}"] = batch * NEW / (whole - first)
-        made[f"both, batch {batch}"] = batch * (NEW + 1) / whole
+        prompt, step = (
+            statistics.median(runs[f"{x}, batch {batch}"]) for x in ("prompt", "decode")
+        )
+        made[f"prompt, batch {batch}"] = batch * PROMPT / prompt
+        made[f"decode, batch {batch}"] = batch / step
+        made[f"both, batch {batch}"] = batch * (NEW + 1) / (prompt + NEW * step)
     return made
 
 
@@ -160,16 +170,14 @@ def table(sides: dict[str, dict[str, list[float]]]) -> None:
         "commit "
         + subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     )
-    rounds = [len(runs["1 1"]) // REPEATS for runs in sides.values()]
-    print(
-        f"{', '.join(versions)}, commit {commit}; {_processor()}, {os.cpu_count()} cores; rounds {rounds}"
-    )
+    rounds = [len(runs["prompt, batch 1"]) // REPEATS for runs in sides.values()]
+    print(f"{', '.join(versions)}, commit {commit}; {_processor()}, {os.cpu_count()} cores")
     off, on, exact = (rates(sides[side]) for side in SIDES)
     print(f"{'tokens per second':<20} {'off':>9} {'on':>9}  on / off  {'float32':>9}")
     for name in off:
         ratio = on[name] / off[name]
         print(f"{name:<20} {off[name]:>9.1f} {on[name]:>9.1f}  {ratio:>8.2f}  {exact[name]:>9.1f}")
-    print("seconds of each run:", json.dumps(sides))
+    print(f"rounds {rounds}, seconds of each run:", json.dumps(sides))
 
 
 def _processor() -> str:
