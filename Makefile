@@ -230,7 +230,7 @@ $(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 $(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
 	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (about 1 GB) ..."
 	@$(PYTHON) -m venv $(VENV)-engines
-	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check setuptools
+	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77'
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --requirement tests/engines/requirements.txt
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
@@ -240,7 +240,7 @@ $(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
 $(VENV)-oldest/.stamp: pyproject.toml
 	@echo "creating $(VENV)-oldest: $(OLDEST) (a CUDA build of torch is about 3 GB) ..."
 	@$(PYTHON) -m venv $(VENV)-oldest
-	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check setuptools pytest \
+	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77' pytest \
 	  pytest-xdist hypothesis safetensors $(OLDEST)
 	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --no-build-isolation --editable .

@@ -7,12 +7,13 @@ not tried.
 
 from __future__ import annotations
 
+import unittest
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.engines.sglang_needs import without_torchvision
+from tests.engines.no_torchvision import without_torchvision
 
 without_torchvision()
 
@@ -217,6 +218,20 @@ def test_the_prefix_cache_gets_the_state_of_a_prompt_cut_there(server):
     server.run(server.batch(ForwardMode.EXTEND, [1], [3], [0], [CHUNK]), *_part(one, 0, CHUNK))
     assert_within(kept[0], server.cache().temporal[3], TOLERANCE, name="state")
     assert torch.equal(kept[1], server.cache().conv[0][3])
+
+
+@pytest.mark.parametrize("case", kit.make_gdn_cases("torch_native"), ids=lambda case: case.name)
+def test_sglangs_own_cases(case, monkeypatch):
+    """Its recurrence in plain torch is the judge. They are for a GPU, whose dice are left alone."""
+    from sluice.integrations.sglang.backend import SluiceGDNAttnBackend
+
+    monkeypatch.setattr(kit, "GDNAttnBackend", SluiceGDNAttnBackend)
+    monkeypatch.setattr(private.base(), "forward_extend", None)
+    monkeypatch.setattr(private.base(), "forward_decode", None)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    monkeypatch.setattr(private, "asked", lambda name: (True, True))
+    kit.run_gdn_attention_case(unittest.TestCase(), case, device="cpu")
 
 
 def test_what_is_not_served_goes_to_sglangs_own_method(server, monkeypatch):

@@ -1,7 +1,8 @@
-"""A small random Qwen3-Next on disk, prompts for it, and what transformers answers."""
+"""Small random models on disk, prompts for them, and what transformers answers."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,12 +38,22 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def model(seed: int = 0, **more: Any) -> nn.Module:
-    """Random float32 weights of a size that makes logits differ and states matter."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+EXPERTS = {name for name in CONFIG if "expert" in name or name.startswith("moe_")}
 
+
+def model(seed: int = 0, family: str = "Qwen3Next") -> nn.Module:
+    """Random float32 weights of a size that makes logits differ and states matter.
+
+    ``Qwen3Next`` has experts and the interleaved order of weights, ``Qwen3_5`` neither.
+    """
+    import transformers
+
+    config = CONFIG
+    if family == "Qwen3_5":
+        config = {name: value for name, value in CONFIG.items() if name not in EXPERTS}
+    kind = f"{family}TextConfig" if family == "Qwen3_5" else f"{family}Config"
     torch.manual_seed(seed)
-    made = Qwen3NextForCausalLM(Qwen3NextConfig(**{**CONFIG, **more}))
+    made = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, kind)(**config))
     for module in made.modules():
         kind = type(module).__name__
         if kind.endswith("GatedDeltaNet"):
@@ -111,10 +122,51 @@ class Truth(NamedTuple):
     logprobs: list[torch.Tensor]  # of the first token, all of the vocabulary
 
 
-def known_answers(folder: str, seed: int) -> Truth:
-    """64 prompts of 1 to 100 tokens; some repeat themselves, so that n-grams find drafts."""
+def add_drafter(truth: Truth) -> None:
+    """A layer that predicts drafts (MTP), in the model's folder.
+
+    Its projection is fitted to the model's own text, so that some of its drafts are right: from a
+    token and the hidden state before it to the hidden state after it. Its layer adds nothing.
+    """
+    from safetensors.torch import load_file, save_file
+
+    inner, seen, wanted = truth.model.model, [], []
+    with torch.inference_mode():
+        for prompt, tokens in zip(truth.prompts, truth.tokens, strict=True):
+            text = torch.tensor([prompt + tokens])
+            hidden = inner(text).last_hidden_state[0]
+            before = torch.cat([inner.embed_tokens(text)[0, 1:], hidden[:-1]]).unflatten(0, (2, -1))
+            one = before * before.square().mean(-1, keepdim=True).rsqrt()  # as its two norms do
+            seen.append(torch.cat([one[0], one[1]], dim=1))
+            wanted.append(hidden[1:])
+    fitted = torch.linalg.lstsq(torch.cat(seen), torch.cat(wanted)).solution
+    (file,) = Path(truth.folder).glob("*.safetensors")
+    weights = load_file(file)
+    last = f"model.layers.{CONFIG['num_hidden_layers'] - 1}."
+    for name in [name for name in weights if name.startswith(last)]:
+        adds = "o_proj" in name or "down_proj" in name
+        copy = torch.zeros_like(weights[name]) if adds else weights[name].clone()
+        weights[name.replace(last, "mtp.layers.0.")] = copy
+    weights["mtp.fc.weight"] = fitted.T.contiguous()
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{name}.weight"] = torch.zeros(CONFIG["hidden_size"])
+    save_file(weights, file, metadata={"format": "pt"})
+    config = Path(truth.folder) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_nextn_predict_layers": 1}))
+
+
+def known_answers(
+    folder: str, seed: int, family: str = "Qwen3Next", *, rounded: bool = False
+) -> Truth:
+    """64 prompts of 1 to 100 tokens; some repeat themselves, so that n-grams find drafts.
+
+    ``rounded``: bfloat16 holds the weights, so an engine in bfloat16 has the same ones.
+    """
     torch.set_num_threads(1)
-    made = model(seed)
+    made = model(seed, family)
+    if rounded:
+        for p in made.parameters():
+            p.data.copy_(p.data.bfloat16())
     save(made, Path(folder))
     lengths = [1, 2, 3, 5, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100]
     asked = prompts(lengths, each=4) + [p * 3 for p in prompts([7, 25], 4, seed=1)]

@@ -1,6 +1,7 @@
 """What sluice uses of vLLM that vLLM does not promise, in one place.
 
-Tried with vLLM 0.32.0 (its CPU build). Read in the source of August 2026 (commit a014e35f).
+Tried with vLLM 0.32.0 (its CPU build) and the Python of 0.33.0 on the same compiled part. Read in
+the source of August 2026 (commit a014e35f).
 ``missing`` looks for everything when the plug-in is loaded; if a name is gone, one line in the log
 says which, and vLLM's own layers run. ``tests/engines`` fail then.
 
@@ -72,6 +73,7 @@ KNOWN = {
     "chunk_indices",
     "chunk_offsets",
     "aiter_prefill_metadata",
+    "flashinfer_checkpoint_plan",
     "nums_dict",
     "batch_ptr",
     "token_chunk_offset_ptr",

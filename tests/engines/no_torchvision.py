@@ -1,4 +1,4 @@
-"""A torchvision that SGLang can import on a machine without one: it is for images only."""
+"""A torchvision that engines can import on a machine without one: it is for images only."""
 
 from __future__ import annotations
 
