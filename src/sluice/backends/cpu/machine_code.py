@@ -95,14 +95,14 @@ def load(payload: bytes) -> int:
 def _optimise(module: Any) -> None:
     """LLVM's usual passes, but none that looks for vectors: kernels say themselves what is one."""
     if hasattr(llvm, "create_pass_builder"):
-        options = llvm.create_pipeline_tuning_options(speed_level=2)
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
         options.loop_vectorization = options.slp_vectorization = False
         options.loop_interleaving = False
         builder = llvm.create_pass_builder(_target_machine(), options)
         builder.getModulePassManager().run(module, builder)
     else:  # llvmlite before 0.45
         builder = llvm.create_pass_manager_builder()
-        builder.opt_level, builder.inlining_threshold = 2, 225
+        builder.opt_level, builder.inlining_threshold = 3, 250
         manager = llvm.create_module_pass_manager()
         _target_machine().add_analysis_passes(manager)
         builder.populate(manager)
