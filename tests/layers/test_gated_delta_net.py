@@ -515,7 +515,7 @@ def test_what_cannot_be_served_is_refused_by_name():
     hole = mask.clone()
     hole[1, 4:6] = 0
     cases = [
-        ({"attention_mask": hole}, r"attention_mask: .*neighbouring.*a hole in row 1"),
+        ({"attention_mask": hole}, r"attention_mask: .*contiguous.*a hole in row 1"),
         ({"attention_mask": mask[:, :5]}, r"attention_mask: expected shape \[2, 12\]"),
         ({"state": state}, "conv_state: expected a tensor"),
         ({"conv_state": conv}, "state: expected a tensor"),
