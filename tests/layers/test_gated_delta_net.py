@@ -98,10 +98,10 @@ class Pair:
     params=[
         ("qwen3_next", {"r": 1}),
         ("qwen3_next", {"r": 2, "K": 64, "V": 64}),
-        ("qwen3_next", {"r": 3, "V": 24}),
+        ("qwen3_next", {"r": 3, "V": 24, "rms_norm_eps": 0.3}),
         ("qwen3_5", {"r": 1, "K": 64, "V": 64}),
         ("qwen3_5", {"r": 2, "HK": 1, "V": 8}),
-        ("qwen3_5", {"r": 3}),
+        ("qwen3_5", {"r": 3, "rms_norm_eps": 0.3}),
         ("qwen3_5_moe", {"r": 2}),
         ("qwen3_5_moe", {"r": 3, "HK": 3}),
     ],
@@ -123,16 +123,6 @@ def test_prefill_equals_transformers(pair):
 def test_prefill_without_states_equals_transformers(pair):
     x = hidden(2, 70)
     close(pair.ours(x), pair.stock(x))
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-def test_the_epsilon_is_that_of_the_layer_row_20(family):
-    """Not the usual 1e-6, which every model of the other tests has."""
-    pytest.importorskip("transformers")
-    pair = Pair(family, rms_norm_eps=0.3)
-    with plain_torch(pair.stock):
-        for T in (12, 1):
-            close(*pair.both(hidden(2, T)), name=f"{T} tokens")
 
 
 def test_a_prompt_shorter_than_the_conv_window_equals_transformers(pair):
