@@ -70,6 +70,16 @@ def test_the_states_a_cache_gets_are_stock_s(models):
             assert state.dtype == torch.float32
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_the_epsilon_is_that_of_the_layer_row_20(family):
+    """Not the usual 1e-6, which every model of the other tests has."""
+    stock = stock_layer(family, device=DEVICE, rms_norm_eps=0.3)
+    ours = accelerate(copy.deepcopy(stock))
+    x = torch.randn(2, 12, stock.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with plain_torch(stock):
+        close(ours(x), stock(x), "output")
+
+
 def test_the_cache_is_updated_in_place(models):
     stock, ours = models
     cache = new_cache(stock)
