@@ -1,6 +1,7 @@
 """What this backend uses of Numba that Numba does not promise, each with what happens without it.
 
-Tried with Numba 0.60.0, 0.64.0 and 0.68.1: the bits of every case of the contract are the same.
+Every case of the contract passes with Numba 0.68.1; with 0.60.0 and 0.64.0 those of ``decode``,
+convolution, norm and ``step`` were tried, and pass.
 ``tests/test_cpu_numba_private.py`` fails if one of them is gone.
 
 - ``lower``: types a C callback and what it calls, and writes them down in LLVM's language, where
