@@ -19,7 +19,6 @@ CODE = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve
 NETWORK = ("socket", "ssl", "urllib", "urllib3", "http", "ftplib", "smtplib", "requests", "httpx")
 NETWORK += ("aiohttp", "huggingface_hub", "telnetlib", "xmlrpc")
 PROGRAMS = {
-    "src/sluice/backends/cpu/__init__.py",  # the same Python, to compile on a second core
     "src/sluice/bench/worker.py",  # the same Python, to time a peer apart
     "src/sluice/bench/machine.py",  # nvidia-smi and git, for a benchmark's heading
 }

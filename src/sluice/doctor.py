@@ -75,7 +75,7 @@ def doctor(device: str | None = None) -> str:
     lines = [*_machine(), "", "Backends, fastest first"]
     for name in dispatch.ORDER:
         missing = dispatch.unavailable(name)
-        state = f"unavailable: {missing}" if missing else ", ".join(dispatch.served(name))
+        state = f"unavailable: {missing}" if missing else _served(name)
         if not missing and (untried := dispatch.untried(name)):
             state += f"; {untried}"
         lines.append(f"  {name:<10} {state}")
@@ -98,6 +98,14 @@ def specs(
     """One spec per operator, as a model of this shape calls it; nothing is allocated."""
     for call in ModelCalls(shape, Kinds(dtype=dtype, gate_dtype=dtype)).each_operator():
         yield call.spec(device)
+
+
+def _served(backend: str) -> str:
+    """The public operators that a backend has, and those whose gradients it has."""
+    ops = dispatch.served(backend)
+    text = ", ".join(op for op in ops if op in calls.OPERATORS)
+    trained = [op.removesuffix("_backward") for op in ops if op.endswith("_backward")]
+    return f"{text}; gradients of {', '.join(trained)}" if trained else text
 
 
 def _device(device: str | None) -> torch.device:

@@ -23,6 +23,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 import sluice.backends
 from sluice.backends import cuda_driver
+from sluice.backends import triton as portable
 from sluice.backends.triton import compiler, interpreted, launch, prefill, variants
 from sluice.backends.triton.arguments import KernelCall
 from tests.gpu import gluon_kernels, prefill_kernels
@@ -37,6 +38,7 @@ from tests.gpu.cross import (
     resources,
     specs_of,
 )
+from tests.gpu.passes import first_pass
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter does not compile")
 
@@ -79,6 +81,8 @@ def launched(target: str) -> dict[str, KernelCall]:
         for call in prefill_calls(name, target):
             if not call.arguments.get("HARD"):
                 found.setdefault(call.kernel.name, call)
+    for call in first_pass(portable, target):
+        found.setdefault(call.kernel.name, call)
     return found
 
 

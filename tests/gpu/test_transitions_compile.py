@@ -5,44 +5,23 @@ All others are prefill's: test_prefill_compile.py and test_hopper.py compile the
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from sluice.backends import hopper, module_of
 from sluice.backends import triton as portable
 from sluice.backends.triton import interpreted
-from sluice.ops.transitions import RESUME, Passes, transitions
-from tests.gpu.cross import SHARED, bound, compile_for, gpu_like, resources, specs_of
+from tests.gpu.cross import SHARED, bound, compile_for, gpu_like, resources
+from tests.gpu.passes import HV, first_pass, specs
 
 pytestmark = [
     pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
     pytest.mark.slow,
 ]
-HK, HV, K = 2, 4, 128
 SERIAL = ("hopper_state_kernel", "prefill_segments_kernel", "chain_kernel")
-
-
-def specs(target, segment=1024):
-    """Both passes over 4,000 tokens."""
-    zeros = functools.partial(torch.zeros, device="meta")
-    q, k, v, out = (zeros(1, 4000, H, K, dtype=torch.bfloat16) for H in (HK, HK, HV, HV))
-    gates, state = (zeros(1, 4000, HV), zeros(1, 4000, HV)), zeros(1, HV, K, K)
-    both = Passes(q, k, v, *gates, state, segment, out)
-    first, second = specs_of(
-        lambda: (transitions(both), both._call(RESUME, zeros(0, dtype=torch.uint8)))
-    )
-    return first, second
-
-
-def launched(package, target, segment=1024):
-    """The launches of the first pass."""
-    with gpu_like(target):
-        return bound(specs(target, segment)[0], package).calls
 
 
 @pytest.mark.parametrize(
@@ -55,7 +34,7 @@ def launched(package, target, segment=1024):
     ],
 )
 def test_the_serial_kernels_of_the_first_pass_fit_without_spills(package, target):
-    found = [call for call in launched(package, target) if call.kernel.name in SERIAL]
+    found = [call for call in first_pass(package, target) if call.kernel.name in SERIAL]
     assert {call.kernel.name for call in found} >= {"chain_kernel"}
     for call in found:
         used = resources(compile_for(call, target))
@@ -66,10 +45,10 @@ def test_the_serial_kernels_of_the_first_pass_fit_without_spills(package, target
 @pytest.mark.parametrize("package", [hopper, portable])
 def test_every_segment_has_its_programs_and_one_needs_no_chain(package):
     """Four segments, the last of 928 tokens: two programs of 128 columns for each and head."""
-    serial = [c for c in launched(package, "sm_90") if c.kernel.name in SERIAL[:2]]
+    serial = [c for c in first_pass(package, "sm_90") if c.kernel.name in SERIAL[:2]]
     assert {call.programs for call in serial} == {4 * HV * 2}
     assert all(call.arguments["EVERY"] for call in serial)
-    whole = launched(package, "sm_90", segment=4032)
+    whole = first_pass(package, "sm_90", segment=4032)
     assert "chain_kernel" not in [call.kernel.name for call in whole]
     serial = [c for c in whole if c.kernel.name in SERIAL[:2]]
     assert {call.arguments["segments_ptr"].source for call in serial} == {"map"}
@@ -78,7 +57,7 @@ def test_every_segment_has_its_programs_and_one_needs_no_chain(package):
 @pytest.mark.parametrize("package", [hopper, portable])
 def test_both_passes_together_are_a_split_prefill_with_a_chain(package):
     """The same kernels, and the second pass has the workspace of the first, to the byte."""
-    first, second = specs("sm_90")
+    first, second = specs()
     with gpu_like("sm_90"):
         made = bound(first, package)
         kept = second.kept._replace(shape=(made._workspace_bytes,))
