@@ -328,6 +328,7 @@ def test_doctor_lists_every_model_operator_and_backend():
     for backend in dispatch.ORDER:
         assert any(line.split()[:1] == [backend] for line in lines)
     assert f"torch {torch.__version__}" in report
+    assert "transitions" not in report, "that is no operator for users"
 
 
 @pytest.mark.parametrize("shape", dict.fromkeys(PRESETS.values()), ids=lambda s: s.name)
