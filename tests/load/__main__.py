@@ -7,7 +7,7 @@ import sys
 
 from sluice import calls
 from tests.load import pool, shapes
-from tests.load.measure import LIMIT, quantiles
+from tests.load.measure import LIMIT
 
 SIZES = (256, 1024, 2048, 4096, 4608, 8192, 16384)
 
@@ -29,7 +29,7 @@ def main() -> int:
         where = f"{given.threads} threads" + (f", {given.streams} streams" * (device != "cpu"))
         print(f"one pool, {where}, {given.minutes:g} minutes on {device}:")
         print(f"  {seen.scripts:,} lives, {seen.calls:,} calls, {seen.waits:,} waits for a slot")
-        print(f"  step beside the other threads: {quantiles(seen.times)}")
+        print(f"  step beside the other threads: {seen.times}")
         print(f"  memory: {memory}", flush=True)
         for fault in seen.faults:
             print(f"  FAULT: {fault}")
@@ -38,7 +38,7 @@ def main() -> int:
         times, memory = shapes.changing(given.calls, 2000, given.device)
         print(f"{given.calls:,} calls of 2,000 shapes, one thread:")
         for name, found in times.items():
-            print(f"  {name}: {quantiles(found)}")
+            print(f"  {name}: {found}")
         print(f"  memory: {memory}", flush=True)
         bad += memory.growth > LIMIT
         print(f"rms_norm_gated by the number of shapes ({calls.MOST_BOUND:,} bindings are kept):")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import sluice
 from sluice.state_pool import PoolExhaustedError, PoolGeometry, StatePool
-from tests.load.measure import Memory
+from tests.load.measure import Memory, Times
 
 HK, HV, K, V, W = 1, 2, 32, 32, 4
 D = 2 * HK * K + HV * V
@@ -36,7 +36,7 @@ class Load:
     calls: int = 0
     waits: int = 0  # for a pool without free slots
     faults: list[str] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
 
 def make_pool(device: str, slots: int) -> StatePool:
@@ -122,7 +122,7 @@ class Script:
             qkvz, ba, conv_weight=self.weight, A_log=self.A_log, dt_bias=self.dt,
             norm_weight=self.norm, conv_state=conv, state=state, slots=rows, pad_slot=pool.pad_slot,
         )  # fmt: skip
-        seen.times.append(time.perf_counter() - begun)
+        seen.times.add(time.perf_counter() - begun)
         return y.flatten()
 
     def _speculate(self, pool: StatePool, slots: Any, raw: Any, heads: Any, where: Any) -> Tensor:
@@ -169,7 +169,6 @@ def serve(
                 mine.scripts += 1
                 if time.monotonic() < warm:
                     mine.times.clear()
-                del mine.times[200_000:]
 
     if lanes:
         torch.cuda.synchronize()
@@ -189,7 +188,7 @@ def serve(
         total.calls += one.calls
         total.waits += one.waits
         total.faults += one.faults
-        total.times += one.times
+        total.times.take(one.times)
     if pool.available != slots - 1:
         total.faults.append(f"{pool.available} slots are free at the end, of {slots - 1}")
     return total, memory

@@ -17,7 +17,7 @@ from torch import Tensor
 import sluice
 from sluice import calls
 from sluice.testing import compare, oracle
-from tests.load.measure import Memory
+from tests.load.measure import Memory, Times
 
 N, H, K = 8, 4, 32
 ROOM = 1 << 22
@@ -48,32 +48,30 @@ class Views:
         return sluice.rms_norm_gated(self.view(i, 0), z, self.weight)
 
 
-def timed(call: Callable[[int], Any], order: list[int], device: str) -> list[float]:
-    """Seconds of each call; on a GPU those of the host."""
-    found = []
+def timed(call: Callable[[int], Any], order: list[int], device: str, found: Times) -> None:
+    """Count the seconds of each call; on a GPU those of the host."""
     for i in order:
         begun = time.perf_counter()
         call(i)
-        found.append(time.perf_counter() - begun)
+        found.add(time.perf_counter() - begun)
     if device != "cpu":
         torch.cuda.synchronize()
-    return found
 
 
-def changing(count: int, shapes: int, device: str = "cpu") -> tuple[dict[str, list[float]], Memory]:
+def changing(count: int, shapes: int, device: str = "cpu") -> tuple[dict[str, Times], Memory]:
     """``count`` calls of two operators with so many shapes, after each was seen once."""
     views, dice, memory = Views(device), random.Random(1), Memory(device)
     calls.forget()
     each = shapes // 2
     operators = {"decode": views.decode, "rms_norm_gated": views.norm}
     for call in operators.values():
-        timed(call, list(range(each)) * 2, device)
-    found: dict[str, list[float]] = {name: [] for name in operators}
+        timed(call, list(range(each)) * 2, device, Times())
+    found = {name: Times() for name in operators}
     memory.sample()
     for _ in range(20):
         for name, call in operators.items():
             order = [dice.randrange(each) for _ in range(count // 40)]
-            found[name] += timed(call, order, device)
+            timed(call, order, device, found[name])
         memory.sample()
     return found, memory
 
@@ -86,11 +84,12 @@ def cliff(
     for size in sizes:
         views, dice = Views(device), random.Random(size)
         calls.forget()
-        timed(views.norm, list(range(size)), device)
+        timed(views.norm, list(range(size)), device, Times())
         before = calls._bind.cache_info()
-        times = timed(views.norm, [dice.randrange(size) for _ in range(count)], device)
+        times = Times()
+        timed(views.norm, [dice.randrange(size) for _ in range(count)], device, times)
         after = calls._bind.cache_info()
-        found[size] = (sum(times) / count, (after.misses - before.misses) / count)
+        found[size] = (times.total / count, (after.misses - before.misses) / count)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from sluice import calls
 from sluice.state_pool import StatePool
 from tests.load import pool, shapes
-from tests.load.measure import LIMIT
+from tests.load.measure import LIMIT, Times
 from tests.suite import DEVICE
 
 
@@ -32,7 +32,7 @@ def test_more_shapes_than_bindings_are_kept_are_served_and_forgotten(monkeypatch
     monkeypatch.setattr(calls, "_bind", functools.lru_cache(maxsize=64)(calls._bind.__wrapped__))
     views = shapes.Views(DEVICE)
     first = views.norm(0).clone()
-    shapes.timed(views.norm, list(range(1, 80)), DEVICE)
+    shapes.timed(views.norm, list(range(1, 80)), DEVICE, Times())
     info = calls._bind.cache_info()
     assert (info.currsize, info.misses) == (64, 80)
     assert torch.equal(views.norm(0), first)
@@ -58,3 +58,14 @@ def test_a_pool_that_gives_a_slot_to_two_threads_is_seen(monkeypatch):
     monkeypatch.setattr(pool, "SCRIPTS", 4)
     seen, _ = pool.serve(2.0, device=DEVICE)
     assert seen.faults
+
+
+def test_latencies_are_counted_to_within_one_percent_in_the_same_memory():
+    one, other = Times(), Times()
+    for i in range(1, 1001):
+        (one if i % 2 else other).add(i * 1e-5)
+    before = len(one.counts)
+    one.take(other)
+    for share in (0.5, 0.99, 0.999):
+        assert one.quantile(share) == pytest.approx(share * 1e-2, rel=0.012)
+    assert (one.number, one.longest, len(one.counts)) == (1000, 1e-2, before)
