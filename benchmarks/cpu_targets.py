@@ -76,7 +76,7 @@ FLOOR_KERNEL = Kernel("floor", floor_kernel)
 def floor(state: torch.Tensor) -> Run:
     """Read and write every state once."""
     heads, floats = state.shape[0] * state.shape[1], state[0, 0].numel()
-    values = {"floats": floats, "trusted": 1}
+    values = {"floats": floats}
     launch = bind_fields(FLOOR_KERNEL, FLOOR, values, {"state": 0}, lambda _: {"tasks": heads})
     return lambda: launch([state])
 

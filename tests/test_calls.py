@@ -1,4 +1,4 @@
-"""Bindings: found by what tensors look like, forgotten by when they were used, no tensor kept."""
+"""Bindings: found by what tensors look like, as many as there is room for, no tensor kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sluice
-from sluice import calls, dispatch
+from sluice import calls
 from sluice.contract.meta import Meta
 from sluice.testing.case import Case
 from sluice.testing.compare import assert_same_bits
@@ -76,12 +76,12 @@ def test_specs_that_differ_in_strides_alone_are_two_and_bind_apart(op):
         assert other[name].stride() != x.stride()
         assert spec_of(op, other) != plain, name
     getattr(sluice, op)(**inputs(op))
-    before = calls._bind.cache_info().misses
+    before = calls.BINDINGS.made
     getattr(sluice, op)(**inputs(op))
-    assert calls._bind.cache_info().misses == before
+    assert calls.BINDINGS.made == before
     for done, (name, x) in enumerate(floats(given).items(), 1):
         getattr(sluice, op)(**{**inputs(op), name: widened(x)})
-        assert calls._bind.cache_info().misses == before + done, name
+        assert calls.BINDINGS.made == before + done, name
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode", "causal_conv1d", "rms_norm_gated", "step"])
@@ -135,31 +135,24 @@ def norm(width: int) -> None:
     sluice.rms_norm_gated(x, x, torch.ones(width), backend="reference")
 
 
-def test_the_binding_that_was_not_used_for_longest_is_forgotten_and_no_other(monkeypatch):
+def test_bindings_have_a_bound_and_no_call_pushes_out_all_of_them(monkeypatch):
     """Not all of them at once: no call waits because another shape came."""
-    bound: list[int] = []
-    choose = dispatch.choose
-
-    def watched(spec: Any, *more: Any) -> Any:
-        bound.append(spec.V)
-        return choose(spec, *more)
-
-    monkeypatch.setattr(dispatch, "choose", watched)
-    most = calls.MOST_BOUND
-    assert most >= 1024, "a serving process has some hundred combinations of shapes"
-    for width in range(1, most + 1):
+    most = calls.BINDINGS.most
+    assert 1024 <= most <= 65536, "a serving process has some hundred combinations of shapes"
+    monkeypatch.setattr(calls.BINDINGS, "most", 64)
+    for width in range(1, 65):
         norm(width)
-    assert bound == list(range(1, most + 1))
-    bound.clear()
-    norm(1)
-    assert bound == []
-    norm(most + 1)  # now 2 is the one that was not used for longest
-    assert bound == [most + 1]
-    for width in (1, *range(3, most + 2)):
+    before = calls.BINDINGS.made
+    for width in range(1, 65):
         norm(width)
-    assert bound == [most + 1], "only 2 is gone"
-    norm(2)
-    assert bound == [most + 1, 2]
+    assert calls.BINDINGS.made == before
+    for width in range(65, 265):
+        norm(width)
+    assert len(calls.BINDINGS) == 64
+    before = calls.BINDINGS.made
+    for width in range(1, 65):
+        norm(width)
+    assert 8 < calls.BINDINGS.made - before < 40, "200 new ones take the places of about 21"
 
 
 def test_a_call_that_is_refused_leaves_no_binding():
@@ -169,7 +162,7 @@ def test_a_call_that_is_refused_leaves_no_binding():
             sluice.rms_norm_gated(x, x, torch.ones(3))
         with pytest.raises(sluice.BackendError):
             sluice.rms_norm_gated(x, x, torch.ones(4), backend="chunked")
-    assert calls._bind.cache_info().currsize == 0
+    assert len(calls.BINDINGS) == 0
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
@@ -188,7 +181,7 @@ def test_nothing_that_is_kept_refers_to_a_tensor(op, backend):
     watched = call_and_watch()
     gc.collect()
     assert len(watched) > 3
-    assert calls._bind.cache_info().currsize > 0
+    assert len(calls.BINDINGS) > 0
     assert [ref() for ref in watched] == [None] * len(watched)
 
 

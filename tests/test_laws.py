@@ -38,6 +38,7 @@ RANKS = {
     "version": 0,
     "dispatch": 1,
     "open_drafts": 1,
+    "kept": 1,
     "calls": 2,
     "torch_ops": 3,
     "ops": 4,

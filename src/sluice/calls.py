@@ -3,7 +3,7 @@
 ``call`` reads the metadata of the tensors: shapes, strides, dtypes, devices. If an earlier call had
 the same, its launch is in the cache: outputs are allocated, and the launch runs. Otherwise
 ``_bind`` brings the description into canonical form, checks it, chooses a backend and lets it bind.
-One LRU cache holds all bindings. Nothing in it refers to a tensor.
+``BINDINGS`` holds them. Nothing in it refers to a tensor.
 
 When torch traces the call (``torch.compile``, ``torch.export``, a dispatch mode, tensors without
 data), it becomes one node ``torch.ops.sluice.<op>`` instead (``torch_ops.py``).
@@ -12,7 +12,6 @@ data), it becomes one node ``torch.ops.sluice.<op>`` instead (``torch_ops.py``).
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -26,14 +25,15 @@ from sluice.contract import require
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.contract.meta import Meta, apart
 from sluice.contract.spec import Spec
+from sluice.kept import Kept
 from sluice.settings import validating
 
 CANONICAL = "canonical"
 """The form of a call whose tensors are canonical and whose outputs are there."""
 STATES = ("state", "conv_state")
 """Tensors that a call reads and writes."""
-MOST_BOUND = 4096
-"""Bindings that are kept: a serving process sees some hundred combinations of shapes."""
+BINDINGS = Kept(16384)
+"""A serving process sees some hundred combinations of shapes; each takes 3 to 6 KB on a CPU."""
 
 
 class Operator(NamedTuple):
@@ -159,7 +159,11 @@ def run(
         metas = tuple(
             [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
         )
-        bound = _bind(op.name, form, options, metas, backend)
+        key = op.name, form, options, metas, backend
+        bound = BINDINGS.get(key)
+        if bound is None:
+            bound = _bind(op, form, options, metas, backend)
+            BINDINGS.keep(key, bound)
     except (AttributeError, TypeError):  # not a tensor, or an option without a hash
         _tensors_only(op, tensors)
         dispatch.known(backend)
@@ -188,11 +192,9 @@ def run(
     return tensors
 
 
-@functools.lru_cache(maxsize=MOST_BOUND)
 def _bind(
-    name: str, form: Any, options: tuple[Any, ...], metas: tuple[Any, ...], backend: str | None
+    op: Operator, form: Any, options: tuple[Any, ...], metas: tuple[Any, ...], backend: str | None
 ) -> Bound:
-    op = OPERATORS.get(name) or INTERNAL[name]
     described = tuple(None if m is None else Meta(*m) for m in metas)
     spec, outputs = _describe(op, described, options, form)
     choice = dispatch.choose(spec, backend, op.check_values)
@@ -239,7 +241,7 @@ class Buffers:
 
 def forget() -> None:
     """Forget all bindings: for tests and sweeps that change what a binding depends on."""
-    _bind.cache_clear()
+    BINDINGS.clear()
 
 
 dispatch.when_a_backend_gives_up.append(forget)

@@ -90,6 +90,20 @@ class Choice:
     addresses that the backend needs to be multiples of 16 bytes, or a warning.
     """
 
+    __slots__ = (
+        "_elsewhere",
+        "aligned",
+        "always_checks",
+        "backend",
+        "check_values",
+        "explanation",
+        "launch",
+        "spec",
+        "special",
+        "warning",
+        "watches",
+    )
+
     def __init__(
         self,
         spec: Spec,
@@ -103,7 +117,7 @@ class Choice:
         assert explanation.chosen is not None
         self.spec, self.backend, module = spec, backend, _module(explanation.chosen)
         self.warning = None if backend is not None else _warning(spec, explanation)
-        self.aligned = [spec.TENSORS.index(name) for name in _aligned(module, spec)]
+        self.aligned = tuple(map(spec.TENSORS.index, _aligned(module, spec)))
         self.check_values = check_values
         sees_values = spec.device.type == "cpu" and not getattr(module, "CHECKS_VALUES", False)
         self.always_checks = sees_values and check_values is not None
@@ -202,8 +216,14 @@ def explain(
             chosen = name
         else:
             refusals.append((name, f"serves this too; {chosen} comes first"))
-    say = None if briefly or chosen is None else getattr(_module(chosen), "origin", None)
+    if briefly:
+        return _brief(spec.op, chosen, tuple(refusals))
+    say = None if chosen is None else getattr(_module(chosen), "origin", None)
     return Explanation(spec.op, chosen, tuple(refusals), None if say is None else say(spec))
+
+
+_brief = functools.lru_cache(maxsize=256)(Explanation)
+"""Thousands of bindings are kept, and most of their explanations are the same."""
 
 
 def _warning(spec: Spec, explanation: Explanation) -> str | None:

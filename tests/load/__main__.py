@@ -9,7 +9,7 @@ from sluice import calls
 from tests.load import pool, shapes
 from tests.load.measure import LIMIT
 
-SIZES = (256, 1024, 2048, 4096, 4608, 8192, 16384)
+SIZES = (1024, 4096, 4608, 8192, 16384, 18432, 32768, 65536)
 
 
 def main() -> int:
@@ -30,6 +30,9 @@ def main() -> int:
         print(f"one pool, {where}, {given.minutes:g} minutes on {device}:")
         print(f"  {seen.scripts:,} lives, {seen.calls:,} calls, {seen.waits:,} waits for a slot")
         print(f"  step beside the other threads: {seen.times}")
+        if device == "cpu":
+            found = pool.control(min(given.minutes * 6, 30), given.threads)
+            print(f"  torch.mul, twelve times, in as many threads (control): {found}")
         print(f"  memory: {memory}", flush=True)
         for fault in seen.faults:
             print(f"  FAULT: {fault}")
@@ -41,9 +44,11 @@ def main() -> int:
             print(f"  {name}: {found}")
         print(f"  memory: {memory}", flush=True)
         bad += memory.growth > LIMIT
-        print(f"rms_norm_gated by the number of shapes ({calls.MOST_BOUND:,} bindings are kept):")
-        for size, (mean, anew) in shapes.cliff(SIZES, min(given.calls, 20_000)).items():
-            print(f"  {size:6,} shapes: {mean * 1e6:.0f} us a call, {anew:.0%} bound anew")
+        print(f"rms_norm_gated, shapes in turn ({calls.BINDINGS.most:,} bindings are kept):")
+        for size in SIZES:
+            found, anew = shapes.walk(size, min(given.calls, 20_000), given.device)
+            mean = found.total / found.number
+            print(f"  {size:6,} shapes: {mean * 1e6:.1f} us a call, {anew:.0%} bound anew")
         shapes.mixed(min(given.calls, 2_000), given.device)
     return 1 if bad else 0
 

@@ -139,6 +139,31 @@ class Script:
         return o.flatten()
 
 
+def control(seconds: float, threads: int = 8) -> Times:
+    """Times of twelve ``torch.mul`` beside other threads: about as long as a step.
+
+    What Python's lock and the machine do to a call of these threads, without this library.
+    """
+    x, until = torch.randn(4, 2 * D), time.monotonic() + seconds
+    seen = [Times() for _ in range(threads)]
+
+    def work(mine: Times) -> None:
+        while time.monotonic() < until:
+            begun, y = time.perf_counter(), x
+            for _ in range(12):
+                y = torch.mul(y, 1.0001)
+            mine.add(time.perf_counter() - begun)
+
+    crew = [threading.Thread(target=work, args=(times,)) for times in seen]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+    for other in seen[1:]:
+        seen[0].take(other)
+    return seen[0]
+
+
 def serve(
     seconds: float, threads: int = 8, streams: int = 4, device: str = "cpu", slots: int = 21
 ) -> tuple[Load, Memory]:

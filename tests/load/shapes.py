@@ -43,6 +43,13 @@ class Views:
         v = self.store.as_strided((N, 1, H, K), (H * K + 4 * (i // 4096), H * K, K, 1))
         return sluice.decode(q, k, v, self.gates, normalize_qk=True, state=self.state)
 
+    def control(self, i: int) -> Any:
+        """About as long as ``norm``, by torch alone: what its times show is the machine's."""
+        x = self.view(i, 0)
+        for _ in range(3):
+            x = torch.mul(x, 1.5)
+        return x
+
     def norm(self, i: int) -> Any:
         z = self.store.as_strided((N, 1, H, K), (H * K + 4 * (i // 4096), H * K, K, 1))
         return sluice.rms_norm_gated(self.view(i, 0), z, self.weight)
@@ -59,11 +66,18 @@ def timed(call: Callable[[int], Any], order: list[int], device: str, found: Time
 
 
 def changing(count: int, shapes: int, device: str = "cpu") -> tuple[dict[str, Times], Memory]:
-    """``count`` calls of two operators with so many shapes, after each was seen once."""
+    """``count`` calls of two operators with so many shapes, after each was seen once.
+
+    Beside them a control, which torch serves alone.
+    """
     views, dice, memory = Views(device), random.Random(1), Memory(device)
     calls.forget()
     each = shapes // 2
-    operators = {"decode": views.decode, "rms_norm_gated": views.norm}
+    operators = {
+        "decode": views.decode,
+        "rms_norm_gated": views.norm,
+        "torch.mul, three times (control)": views.control,
+    }
     for call in operators.values():
         timed(call, list(range(each)) * 2, device, Times())
     found = {name: Times() for name in operators}
@@ -76,21 +90,18 @@ def changing(count: int, shapes: int, device: str = "cpu") -> tuple[dict[str, Ti
     return found, memory
 
 
-def cliff(
-    sizes: tuple[int, ...], count: int, device: str = "cpu"
-) -> dict[int, tuple[float, float]]:
-    """For each number of shapes: the mean time of a call, and how many were bound anew."""
-    found = {}
-    for size in sizes:
-        views, dice = Views(device), random.Random(size)
-        calls.forget()
-        timed(views.norm, list(range(size)), device, Times())
-        before = calls._bind.cache_info()
-        times = Times()
-        timed(views.norm, [dice.randrange(size) for _ in range(count)], device, times)
-        after = calls._bind.cache_info()
-        found[size] = (times.total / count, (after.misses - before.misses) / count)
-    return found
+def walk(size: int, count: int, device: str = "cpu") -> tuple[Times, float]:
+    """At least ``count`` calls, ``size`` shapes in turn: their times, and how many bound anew.
+
+    Every shape has come twice before.
+    """
+    views = Views(device)
+    calls.forget()
+    timed(views.norm, list(range(size)) * 2, device, Times())
+    before, times = calls.BINDINGS.made, Times()
+    order = list(range(size)) * -(-count // size)
+    timed(views.norm, order, device, times)
+    return times, (calls.BINDINGS.made - before) / len(order)
 
 
 def mixed(count: int, device: str = "cpu") -> None:

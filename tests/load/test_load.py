@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -27,16 +25,15 @@ def test_calls_of_changing_shapes_take_no_more_memory():
     assert memory.growth <= LIMIT, str(memory)
 
 
-def test_more_shapes_than_bindings_are_kept_are_served_and_forgotten(monkeypatch):
-    """At the bound the binding that was not used for longest goes: a call of it is bound anew."""
-    monkeypatch.setattr(calls, "_bind", functools.lru_cache(maxsize=64)(calls._bind.__wrapped__))
-    views = shapes.Views(DEVICE)
-    first = views.norm(0).clone()
-    shapes.timed(views.norm, list(range(1, 80)), DEVICE, Times())
-    info = calls._bind.cache_info()
-    assert (info.currsize, info.misses) == (64, 80)
-    assert torch.equal(views.norm(0), first)
-    assert calls._bind.cache_info().misses == 81
+@pytest.mark.parametrize(("size", "anew"), [(64, 0), (65, 0.05), (72, 0.2), (128, 0.6)])
+def test_more_shapes_in_turn_than_are_kept_bind_anew_what_does_not_fit(size, anew, monkeypatch):
+    """No cliff: one shape more than there is room for does not push out all others."""
+    monkeypatch.setattr(calls.BINDINGS, "most", 64)
+    right = shapes.Views(DEVICE).norm(0).clone()
+    _, found = shapes.walk(size, 20 * size, DEVICE)
+    assert len(calls.BINDINGS) == 64
+    assert 1 - 64 / size <= found <= anew
+    assert torch.equal(shapes.Views(DEVICE).norm(0), right)
 
 
 def test_shapes_that_change_with_every_call_are_exact():

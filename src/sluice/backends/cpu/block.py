@@ -54,6 +54,14 @@ class Fields:
             packed[self.offset[field] // 8] = value
         return self._all.pack(*packed)
 
+    def again(self, memory: Any, values: Mapping[str, int]) -> bytes:
+        """The template of a block that may be in use, with these fields of integers set anew."""
+        head = 8 * len(self.HEAD.split())
+        template = bytearray(head) + memory[head : self._all.size]
+        for field, value in values.items():
+            _put(template, self.offset[field], value)
+        return bytes(template)
+
     @functools.cache  # noqa: B019 (layouts live as long as the process)
     def address_struct(self, given: tuple[str, ...]) -> tuple[struct.Struct, int]:
         """A struct of the address fields ``given``, in the layout's order, and where it begins.
@@ -67,21 +75,24 @@ class Fields:
 class Block:
     """The memory of a block: a template that is complete but for the addresses of tensors."""
 
-    def __init__(self, template: bytes, offsets: Mapping[str, int], threads: int) -> None:
-        counters = COUNTER_BYTES * (threads + 1)
-        self.buffer = bytearray(template) + bytes(counters + COUNTER_BYTES)
-        self._pinned = ctypes.c_char.from_buffer(self.buffer)  # it cannot be moved any more
-        self.where = ctypes.addressof(self._pinned)
+    __slots__ = ("__weakref__", "memory", "team", "where")
+
+    def __init__(self, template: bytes, offsets: Mapping[str, int], team: int) -> None:
+        room = COUNTER_BYTES * (team + 2)  # one counter more than threads, at a multiple of 64
+        self.memory = (ctypes.c_char * (len(template) + room)).from_buffer_copy(
+            template + bytes(room)
+        )
+        self.where, self.team = ctypes.addressof(self.memory), team
         end = self.where + len(template)
         self.put(offsets["counters"], end + -end % COUNTER_BYTES)
 
     def put(self, offset: int, value: int) -> None:
         """Set a field of integers."""
-        _put(self.buffer, offset, value)
+        _put(self.memory, offset, value)
 
     def get(self, offset: int) -> int:
         """Read one."""
-        value: int = _get(self.buffer, offset)[0]
+        value: int = _get(self.memory, offset)[0]
         return value
 
 

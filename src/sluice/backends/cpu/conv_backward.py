@@ -230,7 +230,6 @@ def bind(spec: ConvBackwardSpec | ConvQkvBackwardSpec) -> Launch:
         "cu_wide": spec.cu_seqlens is not None and spec.cu_seqlens.dtype == torch.int64,
         "io": CODES[spec.dtype],
         "eps": L2_EPS,
-        "trusted": 1,
     }
     given = ["x", "weight", "dx", "dweight", "dbias"]
     given += ["bias"] if spec.bias is not None else []

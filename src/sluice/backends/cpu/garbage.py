@@ -7,23 +7,21 @@ nothing.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 
 
-@contextlib.contextmanager
-def no_search_for_garbage() -> Iterator[None]:
+class no_search_for_garbage:  # noqa: N801 (used as a function)
     """In this scope Python does not look for garbage; afterwards as it did before.
 
     What was made meanwhile then counts as old: it is looked through when everything is.
     """
-    searching = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if searching:
+
+    def __enter__(self) -> None:
+        self.searching = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        if self.searching:
             if gc.get_freeze_count() == 0:
                 gc.freeze()
                 gc.unfreeze()

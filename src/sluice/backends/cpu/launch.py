@@ -8,12 +8,13 @@ block that no other call uses, writes the addresses, and calls the entry: it loo
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 SHORT = 16384
 """Elements that a convolution or a norm makes in less time than a team needs to start and end."""
+_threads_of_torch = torch.get_num_threads
 _HOLDING = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
 """Of a function that keeps Python's lock: to give it back and wait for it takes longer than a short
 call, where other threads want it too."""
@@ -96,14 +98,13 @@ def bind(
     if share(1)["tasks"] <= 0:
         return ask
     checked_first = getattr(spec, "checkpoint_slots", None) is not None
-    if checked_first:
-        values["trusted"] = 1
-    if not copied:
-        launch = bind_fields(kernel, PARAMS, values, sources, share, ask, elements)
-    else:
+    seen = ask
+    if copied:
         dense = {spec.TENSORS[i]: meta.new_empty(*meta.shape) for i, meta in copied.items()}
         seen = _asking(check, replace(spec, **dense))
-        launch = bind_fields(kernel, PARAMS, values, sources, share, seen, elements)
+    suspicious = None if checked_first else seen
+    launch = bind_fields(kernel, PARAMS, values, sources, share, suspicious, elements)
+    if copied:
         launch = with_copies(launch, copied)
     return _in_turn(ask, launch) if checked_first else launch
 
@@ -123,7 +124,7 @@ def bind_fields(
     values: Mapping[str, Any],
     sources: Mapping[str, int],
     share: Share,
-    check: Launch = lambda tensors: None,
+    check: Launch | None = None,
     elements: int | None = None,
 ) -> Launch:
     """A launch of a kernel whose blocks have these fields.
@@ -131,48 +132,101 @@ def bind_fields(
     Args:
         values: of all fields but addresses and what ``share`` says.
         sources: for each address field that is set, the index of its tensor.
+        check: asked when values look suspicious; without one they are not looked at.
         elements: how many the call makes, if a short one is to have one thread.
     """
     short = elements is not None and elements <= SHORT
-    enter, worker = _HOLDING(ENTRY.address) if short else ENTRY.function, kernel.address
-    given = tuple(field for field in fields.addresses if field in sources)
-    layout, start = fields.address_struct(given)
-    put_addresses = layout.pack_into
-    order = [sources[field] for field in given]
-    take = itemgetter(*order) if len(order) > 1 else lambda tensors: (tensors[order[0]],)
-    pools: dict[int, list[Block]] = {}
-    threads_of_torch = torch.get_num_threads
+    return _Bound(_way(kernel, fields, tuple(sources.items()), short), values, share, check).launch
 
-    def block_for(team: int) -> Block:
-        team = 1 if short else team
-        head = {
-            "team": team,
-            "worker": worker,
-            "parallel": threads.parallel,
-            "identify": threads.identify,
-            "crowd": threads.CROWD_ADDRESS,
-            "clock": threads.clock,
-        }
-        block = Block(fields.pack({**values, **share(team), **head}), fields.offset, team)
+
+class _Way(NamedTuple):
+    """What launches share that differ in sizes and strides alone."""
+
+    kernel: Kernel
+    fields: Fields
+    short: bool
+    enter: Callable[[int], int]
+    put_addresses: Callable[..., None]
+    start: int
+    take: Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+@functools.cache  # as many as there are kernels and sets of optional tensors
+def _way(kernel: Kernel, fields: Fields, sources: tuple[tuple[str, int], ...], short: bool) -> _Way:
+    places = dict(sources)
+    given = tuple(field for field in fields.addresses if field in places)
+    layout, start = fields.address_struct(given)
+    order = [places[field] for field in given]
+    take = itemgetter(*order) if len(order) > 1 else lambda tensors: (tensors[order[0]],)
+    enter = _HOLDING(ENTRY.address) if short else ENTRY.function
+    return _Way(kernel, fields, short, enter, layout.pack_into, start, take)
+
+
+class _Bound:
+    """A bound call. It is kept small, since thousands are kept: a block, and how to make others."""
+
+    __slots__ = ("check", "first", "free", "share", "way")
+
+    def __init__(
+        self, way: _Way, values: Mapping[str, Any], share: Share, check: Launch | None
+    ) -> None:
+        self.way, self.share, self.check = way, share, check
+        team = 1 if way.short else _threads_of_torch()
+        template = way.fields.pack({**values, **self._head(team)})
+        self.first = Block(template, way.fields.offset, team)
+        _blocks.add(self.first)
+        self.free = [self.first]
+
+    def launch(self, tensors: Sequence[Any]) -> None:
+        """Run the call with these tensors."""
+        _, _, short, enter, put_addresses, start, take = self.way
+        team = 1 if short else _threads_of_torch()
+        free = self.free
+        try:
+            block = free.pop()
+            if block.team != team:
+                block = self._exchanged(block, team)
+        except IndexError:  # others run
+            block = self._another(team)
+        put_addresses(block.memory, start, *[x.data_ptr() for x in take(tensors)])
+        code = enter(block.where)
+        if code:
+            self._finish(code, block, tensors)
+        free.append(block)
+
+    def _exchanged(self, block: Block, team: int) -> Block:
+        """A free block for so many threads, in place of one for another number."""
+        self.free.append(block)
+        for i, other in enumerate(self.free):
+            if other.team == team:
+                return self.free.pop(i)
+        return self._another(team)
+
+    def _another(self, team: int) -> Block:
+        """A block like the first one: what calls change of it is the head, and addresses."""
+        fields = self.way.fields
+        block = Block(fields.again(self.first.memory, self._head(team)), fields.offset, team)
         _blocks.add(block)
         return block
 
-    def launch(tensors: Sequence[Any]) -> None:
-        team = threads_of_torch()
-        try:
-            block = pools[team].pop()
-        except (KeyError, IndexError):
-            pools.setdefault(team, [])
-            block = block_for(team)
-        put_addresses(block.buffer, start, *[x.data_ptr() for x in take(tensors)])
-        code = enter(block.where)
-        if code:
-            finish(code, block, tensors)
-        pools[team].append(block)
+    def _head(self, team: int) -> dict[str, int]:
+        """The fields of the head, and those that depend on the number of threads."""
+        return {
+            **self.share(team),
+            "team": team,
+            "worker": self.way.kernel.address,
+            "parallel": threads.parallel,
+            "identify": threads.identify,
+            "trusted": int(self.check is None),
+            "crowd": threads.CROWD_ADDRESS,
+            "clock": threads.clock,
+        }
 
-    def finish(code: int, block: Block, tensors: Sequence[Any]) -> None:
+    def _finish(self, code: int, block: Block, tensors: Sequence[Any]) -> None:
+        kernel, fields, _, enter, *_ = self.way
         if code == SUSPICIOUS:
-            check(tensors)
+            assert self.check is not None
+            self.check(tensors)
             trusted = fields.offset["trusted"]
             block.put(trusted, 1)
             code = enter(block.where)
@@ -180,8 +234,6 @@ def bind_fields(
         if code == ASK_PYTHON:
             count = block.get(fields.offset["threads"])
             threads.python_threads(kernel.function, block.where, count)
-
-    return launch
 
 
 def _in_turn(first: Launch, second: Launch) -> Launch:

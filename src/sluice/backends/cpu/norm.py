@@ -193,8 +193,10 @@ def bind(spec: NormSpec) -> Launch:
             values |= {"HK": meta.shape[1], "HV": meta.shape[2]}
         values |= describe(field, meta)
         sources[field] = index
-    elements, share = spec.vectors * spec.V, share_vectors(spec.vectors)
-    launch = bind_fields(KERNEL, PARAMS, values, sources, share, elements=elements)
+    vectors = values["N"]
+    launch = bind_fields(
+        KERNEL, PARAMS, values, sources, share_vectors(vectors), elements=vectors * spec.V
+    )
     return with_copies(launch, copied, spec.TENSORS.index("out")) if copied else launch
 
 
@@ -202,14 +204,15 @@ def _joined(meta: Meta) -> Meta | None:
     """[..., V] as [a, b, c, V]; None if leading dimensions lie so that they cannot be joined."""
     while meta.dim() < 4:
         meta = meta.unsqueeze(0)
-    *leading, b, c, V = meta.shape
-    step = 0
-    for i in range(len(leading) - 1, -1, -1):
-        if meta.shape[i] == 1:
+    shape, strides = meta.shape, meta.strides
+    step = span = 0
+    for size, stride in zip(reversed(shape[:-3]), reversed(strides[:-3]), strict=True):
+        if size == 1:
             continue
         if step == 0:
-            step = span = meta.strides[i]
-        elif meta.strides[i] != span:
+            step = span = stride
+        elif stride != span:
             return None
-        span *= meta.shape[i]
-    return meta._replace(shape=(math.prod(leading), b, c, V), strides=(step, *meta.strides[-3:]))
+        span *= size
+    joined = math.prod(shape[:-3])
+    return Meta((joined, *shape[-3:]), (step, *strides[-3:]), meta.dtype, meta.device)

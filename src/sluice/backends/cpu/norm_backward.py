@@ -91,7 +91,6 @@ def bind(spec: NormBackwardSpec) -> Launch:
         "parts": parts,
         "sigmoid": spec.activation == "sigmoid",
         "eps": spec.eps,
-        "trusted": 1,
     }
     sources = {name: i for i, name in enumerate(FIELDS.addresses)}
     run = bind_fields(KERNEL, FIELDS, values, sources, lambda threads: {"tasks": parts})

@@ -7,6 +7,7 @@ tensor is all that is left.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -127,31 +128,35 @@ UNREAD = {"verify": ("conv_inputs", "conv_state", "draft_x")}
 
 def sources_of(spec: Any) -> dict[str, str]:
     """For each address field that the call sets, the tensor it is the address of."""
-    renamed, unread = {**RENAMED, **RENAMED_IN.get(spec.op, {})}, UNREAD.get(spec.op, ())
-    given = [x for x in spec.TENSORS if getattr(spec, x) is not None and x not in unread]
-    found = {renamed.get(name, name): name for name in given}
-    if spec.op == "step":
+    return _sources(spec.op, tuple([x for x in spec.TENSORS if getattr(spec, x) is not None]))
+
+
+@functools.cache  # as many as there are sets of optional tensors
+def _sources(op: str, given: tuple[str, ...]) -> dict[str, str]:
+    renamed, unread = {**RENAMED, **RENAMED_IN.get(op, {})}, UNREAD.get(op, ())
+    found = {renamed.get(name, name): name for name in given if name not in unread}
+    if op == "step":
         found = {"z": "qkv", "g": "b"} | found  # where z and a are inside of qkvz and ba
     return found
 
 
 def describe(field: str, meta: Meta) -> dict[str, int]:
     """What a block says about a tensor."""
-    strides, kind = _PARTS[field]
+    strides, code, wide = _PARTS[field]
     found = dict(zip(strides, meta.strides, strict=False))
-    if kind == "code":
-        found[f"{field}_code"] = CODES[meta.dtype]
-    elif kind == "wide":
-        found[f"{field}_wide"] = int(meta.dtype == torch.int64)
+    if code:
+        found[code] = CODES[meta.dtype]
+    elif wide:
+        found[wide] = int(meta.dtype == torch.int64)
     return found
 
 
-def _parts(field: str, said: str) -> tuple[tuple[str, ...], str]:
-    """The fields of a tensor's strides, and what else a block says about it."""
-    *strides, last = said.split() or [""]
-    if last not in ("code", "wide", ""):
-        strides, last = [*strides, last], ""
-    return tuple(f"{field}_{name}" for name in strides), last
+def _parts(field: str, said: str) -> tuple[tuple[str, ...], str, str]:
+    """The fields of a tensor's strides, of its storage type and of the width of its indices."""
+    names = [f"{field}_{part}" for part in said.split()]
+    code, wide = f"{field}_code", f"{field}_wide"
+    strides = tuple(name for name in names if name not in (code, wide))
+    return strides, code if code in names else "", wide if wide in names else ""
 
 
 _PARTS = {field: _parts(field, said) for field, said in TENSORS.items()}
@@ -272,7 +277,6 @@ def _norm(spec: NormSpec) -> dict[str, Any]:
         **_sizes(spec, "V eps"),
         "N": spec.vectors,
         "sigmoid": spec.activation == "sigmoid",
-        "trusted": 1,
     }
 
 

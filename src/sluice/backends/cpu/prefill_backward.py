@@ -509,7 +509,6 @@ def bind(spec: DeltaBackwardSpec) -> Launch:
         "to_state": spec.dfinal is not None,
         "scale": spec.q_scale,
         "eps": L2_EPS,
-        "trusted": 1,
     }
     for name in ("q", "k", "v"):
         strides = getattr(spec, name).strides
