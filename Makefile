@@ -41,6 +41,8 @@ OLDEST_TESTS  := tests/test_private.py tests/test_cpu_numba_private.py tests/tes
 # the oldest Triton whose kernels are tested beside the newest, and the GPUs it compiles for
 TRITONS       := 3.6.0
 TRITON_TESTS  := "not sm_89 and not sm_100"
+# where pip-audit looks versions up, by one that is there
+ADVISORIES    := https://pypi.org/pypi/pip/25.0/json
 
 PY  := $(VENV)/bin/python
 # no bytecode of what nobody imports: an import writes its own
@@ -152,6 +154,8 @@ faults: $(VENV)/.dev-stamp  ## put every fault of tools/faults in, and see that 
 
 # --strict: a package that cannot be looked up is an error, too
 audit: $(VENV)/.torch-stamp  ## known vulnerabilities of the pinned versions; needs a network
+	@$(PY) -c 'import urllib.request as web; web.urlopen("$(ADVISORIES)", timeout=20)' 2>/dev/null || \
+	  { echo "make audit: $(ADVISORIES) does not answer: nothing was looked up" >&2; exit 1; }
 	$(PIP_ALONE) --upgrade --target $(VENV)/audit pip-audit
 	PYTHONPATH=$(abspath $(VENV))/audit $(PY) -m pip_audit --strict --disable-pip --no-deps \
 	  --requirement constraints.txt
