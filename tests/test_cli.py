@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
 import subprocess
 import sys
@@ -247,6 +248,24 @@ def test_warmup_takes_a_checkpoint_directory(tmp_path):
     shape = cli._shape(str(tmp_path), 2)
     assert (shape.num_k_heads, shape.num_v_heads) == (1, 2)
     assert cli._shape("Qwen3.5-4B", 2) == "Qwen3.5-4B"
+
+
+def test_warmup_compiles_the_kinds_it_was_asked_for(monkeypatch, capsys):
+    asked = []
+
+    def run(todo, device, *more):
+        asked.extend(form.spec(device) for form in todo if " step " in form.name)
+        return [("step", "cpu")]
+
+    monkeypatch.setattr(importlib.import_module("sluice.warmup"), "run", run)
+    kinds = {"gate": "float16", "state": "bfloat16", "slots": "int32"}
+    options = [x for name, kind in kinds.items() for x in (f"--{name}-dtype", kind)]
+    given = ["--device", "cpu", "--dtype", "float32", "--state-layout", "kv", "--tp", "4"]
+    assert cli.main(["warmup", *given, *options]) == 0
+    for s in asked:
+        assert (s.state_layout, s.HV, s.dtype) == ("kv", 8, torch.float32)
+        assert (s.A_log.dtype, s.state.dtype) == (torch.float16, torch.bfloat16)
+    assert {s.slots.dtype for s in asked if s.slots is not None} == {torch.int32}
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch, capsys):

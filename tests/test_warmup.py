@@ -65,6 +65,10 @@ def test_checkpoints_are_compiled_when_asked_for():
     assert {spec.op for spec in specs} == {"prefill", "conv_qkv"}
     for op in ("prefill", "conv_qkv"):
         assert {s.checkpoints for s in specs if s.op == op} == {"every", "positions"}
+    narrow = WHAT[3]._replace(slots_dtype=torch.int32)
+    specs = [f.spec(CPU) for f in module.forms(*WHAT[:3], narrow, checkpoints=True)]
+    kept = {s.checkpoint_slots.dtype for s in specs if getattr(s, "checkpoint_slots", None)}
+    assert kept == {torch.int32}
 
 
 def test_the_dtypes_asked_for_are_those_of_the_tensors():

@@ -33,7 +33,7 @@ CANONICAL = "canonical"
 STATES = ("state", "conv_state")
 """Tensors that a call reads and writes."""
 BINDINGS = Kept(16384)
-"""A serving process sees some hundred combinations of shapes; each takes 3 to 6 KB on a CPU."""
+"""A serving process sees some hundred combinations of shapes; each takes 4 to 6 KB on a CPU."""
 
 
 class Operator(NamedTuple):

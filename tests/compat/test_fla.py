@@ -151,6 +151,16 @@ def test_a_bounded_gate(name, with_A):
     close(found, exact(q, k, v, G, b.sigmoid(), S))
 
 
+def test_gates_that_break_their_promised_bound_are_refused():
+    q, k, v, g, b, _ = call(per_key=True)
+    g = -g.abs().clamp(max=5.0)
+    options = {"beta": b.sigmoid(), "safe_gate": True, "lower_bound": -5.0, **COMMON}
+    fla.chunk_kda(q, k, v, g, **options)
+    g[1, 3, 2, 1] = -6.0
+    with pytest.raises(ContractError, match="g: expected gates of at least lower_bound"):
+        fla.chunk_kda(q, k, v, g, **options)
+
+
 def test_packed_sequences(rule):
     function, _, _, _ = rule
     per_key = RULES[function.__name__]

@@ -291,6 +291,7 @@ def test_fused_step(order, given):
         ("w_ba", {"w_ba": w_ba[:, 1:]}),
         ("mixed_qkv", {"mixed_qkv": qkv[:, 1:]}),
         ("out", {"out": torch.empty(B, HV, V)}),
+        ("out", {"out": torch.empty(B, 1, HV, V, dtype=torch.float16)}),
     ):
         call = {"hidden_states": hidden, "w_ba": w_ba, "mixed_qkv": qkv, "conv_weight": weight}
         call |= {"conv_bias": bias, "conv_state": pools[0], "A_log": A_log, "dt_bias": dt_bias}

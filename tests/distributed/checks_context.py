@@ -156,6 +156,21 @@ def pools_differ_from_rank_to_rank(rank: int, size: int) -> None:
             assert_same_bits(pool[5 + i], before[5 + i], f"row of sequence {i}")
 
 
+def a_padded_sequence_may_hold_nan(rank: int, size: int) -> None:
+    """Its gates are not looked at, its outputs are zeros, and the others are as without it."""
+    ranks = Ranks(timeout=30)
+    split, bounds = packed(size)
+    args = tokens(split.tokens)
+    pool = inputs.recurrent_state(inputs.generator(2), 4, HV, V, K).float()
+    exact, _ = oracle.delta(**args, state=pool, cu_seqlens=bounds)
+    exact[:30] = 0.0
+    args["g"][:30] = args["beta"][:30] = float("nan")
+    rows = {"state": pool, "slots": [-1, 1, 2, 3]}
+    o, _ = prefill(**share(args, split, rank), ranks=ranks, split=split, **rows)
+    part = split.part(rank)
+    assert_within(o, exact[part.start : part.stop], FLOAT32_CPU, name="o")
+
+
 def a_batch_lies_on_all_ranks(rank: int, size: int) -> None:
     ranks = Ranks(timeout=30)
     split = Split.even(70 * size + 3, size)
@@ -266,10 +281,11 @@ def conv_qkv_and_narrow_windows(rank: int, size: int) -> None:
 
 def a_layer_runs_over_ranks(rank: int, size: int) -> None:
     ranks = Ranks(timeout=30)
-    for order in ("split", "interleaved"):
+    for order, gate, eps in (("split", "silu", 1e-6), ("interleaved", "sigmoid", 0.1)):
         torch.manual_seed(0)
-        shape = QwenShape("s", 24, HK, HV, 1, (0,), head_k_dim=K, head_v_dim=V, order=order)
-        layer = GatedDeltaNet(shape)
+        sizes = {"head_k_dim": K, "head_v_dim": V}
+        options = {"order": order, "gate_activation": gate, "norm_eps": eps}
+        layer = GatedDeltaNet(QwenShape("s", 24, HK, HV, 1, (0,), **sizes, **options))
         layer.A_log.fill_(-4.0)  # weak decay, so that state from other ranks matters
         split, bounds = packed(size)
         x = torch.randn(split.tokens, 24)
@@ -357,6 +373,7 @@ CHECKS = (
     a_scan_serves_any_split,
     final_states_go_where_they_were_asked_for,
     pools_differ_from_rank_to_rank,
+    a_padded_sequence_may_hold_nan,
     a_batch_lies_on_all_ranks,
     costs_are_what_the_formula_says,
     conv_tails_cross_borders,

@@ -176,6 +176,7 @@ def test_raw_gates_and_options_reach_every_segment(per_key, rule):
     assert_exact(got, args, state=state, **options)
 
 
+@pytest.mark.parametrize("rule", ["gated_delta", "gated"])
 @pytest.mark.parametrize(
     ("borders", "lengths"),
     [
@@ -187,8 +188,8 @@ def test_raw_gates_and_options_reach_every_segment(per_key, rule):
         ((0, 60, 120), ()),  # nothing but padding
     ],
 )
-def test_packed_sequences_across_borders(borders, lengths):
-    args, _ = call(T=120)
+def test_packed_sequences_across_borders(borders, lengths, rule):
+    args, _ = call(T=120, rule=rule)
     bounds = inputs.cu_seqlens(lengths)
     state = inputs.recurrent_state(inputs.generator(5), max(len(lengths), 1), 4, 16, 16).float()
     packed = {name: x[0] for name, x in args.items()}
@@ -290,6 +291,16 @@ def test_bad_arguments_are_refused_by_name(change, named):
     args, _ = call(T=64)
     with pytest.raises(ContractError, match=rf"prefill: {named}"):
         prefill_segments(**{**args, **change}, split=Split.even(64, 2))
+
+
+def test_a_slot_that_two_sequences_write_is_refused():
+    args, _ = call(T=64)
+    packed, bounds = {name: x[0] for name, x in args.items()}, inputs.cu_seqlens((20, 30, 14))
+    pool = torch.zeros(4, 4, 16, 16)
+    rows = {"slots": [1, 2, 3], "write_slots": [1, 0, 1], "state": pool}
+    with pytest.raises(ContractError, match="write_slots: expected each slot written once"):
+        prefill_segments(**packed, **rows, split=Split.even(64, 2, bounds))
+    assert not pool.any()
 
 
 def test_gradients_are_refused():

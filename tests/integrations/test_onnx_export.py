@@ -25,7 +25,7 @@ from tests.models import stock_layer, stock_model
 import sluice
 from sluice import cli
 from sluice.contract.errors import ContractError, SluiceError
-from sluice.integrations.onnx import Runner, export
+from sluice.integrations.onnx import Runner, check, export
 from sluice.integrations.onnx.export import _quiet, need
 from sluice.integrations.onnx.standard import to_standard
 from sluice.integrations.transformers import is_accelerated, plain_torch
@@ -251,6 +251,16 @@ def test_a_file_that_loses_its_state_is_found_and_removed(tmp_path, monkeypatch)
     with pytest.raises(SluiceError, match="output of call 1, 1 tokens: relative error"):
         export(stock_layer("qwen3_5"), tmp_path / "layer.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", [(1.0, torch.nan), (torch.nan, 1.0), (torch.nan, torch.nan)])
+def test_a_result_that_is_not_finite_fails_the_check(where, monkeypatch):
+    """NaN compares as neither larger nor smaller than what is allowed."""
+    actual, exact = (torch.ones(3) * x for x in where)
+    monkeypatch.setattr(check, "_once", lambda *args: [("y", actual, exact)])
+    with pytest.raises(SluiceError, match="gives another result than PyTorch: y"):
+        check.compare("file", nn.Linear(1, 1), None, ())
+    assert check.relative_error(torch.tensor([torch.nan]), torch.ones(1)) == torch.inf
 
 
 # --------------------------------------------------------------------------------------- refusals

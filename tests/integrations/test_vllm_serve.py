@@ -277,6 +277,19 @@ def test_the_plan_lists_calls_that_operators_take(order, drafts):
     assert {call.op for call in plan} == {"step", "conv_qkv", "prefill", "decode", "rms_norm_gated"}
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_plan_has_every_number_of_states_and_prompts_that_keep_some(kept):
+    """Row 10: what is not in the plan is compiled while a request waits."""
+    e = Engine(drafts=3)
+    plan = warm.plan(e.layer, torch.float32, 3, kept, False)
+    few = {max(1, states // e.layer.shape.num_v_heads) for states in warm.STATES}
+    sizes = {call.make()[0][0].shape[0] for call in plan if call.op == "decode"}
+    assert sizes == few | {4 * n for n in few}  # one token beside prompts, and one with 3 drafts
+    for op in ("prefill", "conv_qkv"):
+        given = [call.make()[1].get("checkpoints") is not None for call in plan if call.op == op]
+        assert set(given) == {False, kept}
+
+
 def test_a_prompts_bits_do_not_depend_on_the_batch_in_batch_invariant_mode():
     e, alone = Engine(), Engine()
     x, others = e.inputs(100), [e.inputs(n) for n in (70, 1, 33)]
@@ -312,11 +325,14 @@ _QWEN = SimpleNamespace(hidden_act="silu", linear_key_head_dim=128, linear_value
         ("cuda", _config(mode="all"), _QWEN, "all"),
         ("cuda", SimpleNamespace(**{**vars(_config()), "lora_config": 1}), _QWEN, "LoRA"),
         ("cuda", _config(), SimpleNamespace(**{**vars(_QWEN), "hidden_act": "gelu"}), "gelu"),
-        (
-            "cuda",
-            _config(),
-            SimpleNamespace(**{**vars(_QWEN), "linear_key_head_dim": 512}),
-            "wider",
+        *(
+            (
+                "cuda",
+                _config(),
+                SimpleNamespace(**{**vars(_QWEN), f"linear_{x}_head_dim": 512}),
+                "wider",
+            )
+            for x in ("key", "value")
         ),
     ],
 )
