@@ -172,3 +172,17 @@ def test_packed_drafts_in_buffers_are_committed_one_layer_at_a_time(backend):
         _, draft = sluice.verify(**tokens(4), state=pools, buffers=kept, **where)
         sluice.commit(draft, index(1, 2), backend=backend)
     assert_same_bits(state, want, "states")
+
+
+@pytest.mark.parametrize("backend", backends("rms_norm_gated"))
+@pytest.mark.parametrize("order", [(1, 0, 2, 3, 4), (0, 2, 1, 3, 4), (2, 1, 0, 3, 4)])
+def test_a_norm_takes_leading_dimensions_in_any_order(order, backend):
+    """More of them than kernels count, which cannot be seen as fewer."""
+    x, z = torch.randn(2, 2, 3, 4, 2, 32, generator=torch.Generator().manual_seed(0))
+    weight = torch.linspace(0.5, 1.5, 32)
+    want = sluice.rms_norm_gated(x, z, weight, backend=backend).permute(order)
+    got = sluice.rms_norm_gated(x.permute(order), z.permute(order), weight, backend=backend)
+    assert_same_bits(got.contiguous(), want.contiguous(), "y")
+    dense = z.permute(order).contiguous()
+    got = sluice.rms_norm_gated(x.permute(order), dense, weight, backend=backend)
+    assert_same_bits(got.contiguous(), want.contiguous(), "y, beside a dense z")
