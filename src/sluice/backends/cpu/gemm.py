@@ -1,10 +1,13 @@
 """Products of small float32 matrices in scratch memory, for backward passes.
 
-    out <- scale · out + A B
+    out <- scale · old + A B
 
 A is read by single elements with any strides (so it may be a transpose), B and ``out`` by vectors.
-Rows come in pairs and columns in whole ``WIDTH``s: scratch matrices are padded with zeros. The
+Rows come in eights and columns in whole ``WIDTH``s: scratch matrices are padded with zeros. The
 order of additions depends on sizes alone.
+
+B is read where it lies. Many rows that are a power of two apart share few sets of a cache, so such
+a matrix has rows of ``spaced`` elements.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from numba import types
 from numba.extending import intrinsic
 
-from sluice.backends.cpu.jit import jit, jit_as
+from sluice.backends.cpu.jit import jit, jit_as, jit_inline
 from sluice.backends.cpu.llvm import (
     LANES,
     REGISTERS,
@@ -28,8 +31,14 @@ from sluice.backends.cpu.tiles import load_rows, store_rows, transposed, zeros
 
 WIDTH = 2 * LANES
 """Columns of a tile."""
-ROWS = 12 if REGISTERS >= 32 else 6
-"""Rows of a tile; two vectors each."""
+ROWS, REST = (12, 8) if REGISTERS >= 32 else (6, 4)
+"""Rows of a tile, two vectors each; and of those that take the rows that are left."""
+
+
+@jit_inline
+def spaced(n):
+    """The row length of a matrix of n columns whose rows are to spread over a cache."""
+    return n + LANES
 
 
 @intrinsic
@@ -58,12 +67,12 @@ def _multiply_add(typingctx, acc, a, at, stride, b, index):
 
 
 @intrinsic
-def _add_tile(typingctx, ptr, index, stride, factor, tile):
-    """ptr[index + r stride + c LANES] <- factor · itself + tile[r, c]; a factor of 0 reads none."""
+def _add_tile(typingctx, ptr, old, index, stride, factor, tile):
+    """ptr[index + r stride + c LANES] <- factor · old[the same] + tile[r, c]; 0 reads no old."""
     rows = tile.rows // 2
 
     def codegen(context, builder, sig, args):
-        base, index, stride, factor, value = args
+        base, source, index, stride, factor, value = args
         vectors = rows_of(builder, value)
         reads = builder.fcmp_ordered("!=", factor, factor.type(0.0))
         spread = splat_of(builder, factor)
@@ -73,9 +82,9 @@ def _add_tile(typingctx, ptr, index, stride, factor, tile):
                 for r in range(rows):
                     for c in range(2):
                         where = builder.add(at, i64(c * LANES))
-                        old = load_at(builder, ptr.code, base, where, LANES)
+                        before = load_at(builder, old.code, source, where, LANES)
                         new = vectors[2 * r + c]
-                        new = call_llvm(builder, "fmuladd", new.type, spread, old, new)
+                        new = call_llvm(builder, "fmuladd", new.type, spread, before, new)
                         store_at(builder, ptr.code, base, where, new)
                     at = builder.add(at, stride)
             with otherwise:
@@ -87,7 +96,7 @@ def _add_tile(typingctx, ptr, index, stride, factor, tile):
                     at = builder.add(at, stride)
         return context.get_dummy_value()
 
-    kinds = (ptr, types.int64, types.int64, types.float32, tile)
+    kinds = (ptr, old, types.int64, types.int64, types.float32, tile)
     return types.void(*kinds), codegen
 
 
@@ -95,58 +104,57 @@ def _tile(rows):
     count = 2 * rows
 
     @jit_as("gemm_tile", rows)
-    def tile(out, index, ldo, a, at, row_a, step_a, b, j, ldb, inner, scale):
+    def tile(out, old, index, ldo, a, at, row_a, step_a, b, j, ldb, inner, scale):
         acc = zeros(count)
         for t in range(inner):
             acc = _multiply_add(acc, a, at + t * step_a, row_a, b, t * ldb + j)
-        _add_tile(out, index, ldo, scale, acc)
+        _add_tile(out, old, index, ldo, scale, acc)
 
     return tile
 
 
-_many, _two = _tile(ROWS), _tile(2)
+_many, _rest = _tile(ROWS), _tile(REST)
 
 
-@jit
-def _pack(panel, b, j, ldb, inner):
-    """WIDTH columns of B side by side: rows of a power of two apart would share few cache sets."""
-    for t in range(inner):
-        store_rows(panel, t * WIDTH, LANES, load_rows(b, t * ldb + j, LANES, 2))
-
-
-@jit
-def gemm(out, ldo, a, row_a, step_a, b, ldb, rows, columns, inner, scale, panel):
-    """out <- scale out + A B; A[i, t] = a[i row_a + t step_a], B[t, j] = b[t ldb + j].
-
-    ``rows`` is even, ``columns`` a multiple of WIDTH, ``panel`` scratch of inner · WIDTH.
-    """
+@jit_inline
+def _in_many(rows):
+    """How many rows are taken ROWS at a time, so that the others are a multiple of REST."""
     whole = rows - rows % ROWS
-    for j in range(0, columns, WIDTH):
-        _pack(panel, b, j, ldb, inner)
-        for i in range(0, whole, ROWS):
-            at = i * row_a
-            _many(out, i * ldo + j, ldo, a, at, row_a, step_a, panel, 0, WIDTH, inner, scale)
-        for i in range(whole, rows, 2):
-            at = i * row_a
-            _two(out, i * ldo + j, ldo, a, at, row_a, step_a, panel, 0, WIDTH, inner, scale)
+    return whole if (rows - whole) % REST == 0 else whole - ROWS
 
 
 @jit
-def gemm_lower(out, ldo, a, turned, b, ldb, columns, scale, panel, size):
-    """The same for a lower triangular A [size, size], or its transpose: half of the work."""
-    row_a, step_a = (1, size) if turned else (size, 1)
+def gemm(out, old, ldo, a, row_a, step_a, b, ldb, rows, columns, inner, scale):
+    """out <- scale old + A B; A[i, t] = a[i row_a + t step_a], B[t, j] = b[t ldb + j].
+
+    ``rows`` is a multiple of 8, ``columns`` one of WIDTH. A ``scale`` of 0 reads no ``old``.
+    """
+    whole = _in_many(rows)
     for j in range(0, columns, WIDTH):
-        _pack(panel, b, j, ldb, size)
-        for i in range(0, size - size % ROWS, ROWS):
+        for i in range(0, whole, ROWS):
+            at, here = i * row_a, i * ldo + j
+            _many(out, old, here, ldo, a, at, row_a, step_a, b, j, ldb, inner, scale)
+        for i in range(whole, rows, REST):
+            at, here = i * row_a, i * ldo + j
+            _rest(out, old, here, ldo, a, at, row_a, step_a, b, j, ldb, inner, scale)
+
+
+@jit
+def gemm_lower(out, ldo, a, turned, b, ldb, columns, size):
+    """out <- out + A B for a lower triangular A [size, size], or its transpose: half the work."""
+    row_a, step_a = (1, size) if turned else (size, 1)
+    whole = _in_many(size)
+    for j in range(0, columns, WIDTH):
+        for i in range(0, whole, ROWS):
             first, last = (i, size) if turned else (0, i + ROWS)
-            at = i * row_a + first * step_a
-            there = panel + first * WIDTH
-            _many(out, i * ldo + j, ldo, a, at, row_a, step_a, there, 0, WIDTH, last - first, scale)
-        for i in range(size - size % ROWS, size, 2):
-            first, last = (i, size) if turned else (0, i + 2)
-            at = i * row_a + first * step_a
-            there = panel + first * WIDTH
-            _two(out, i * ldo + j, ldo, a, at, row_a, step_a, there, 0, WIDTH, last - first, scale)
+            at, there, here = i * row_a + first * step_a, first * ldb + j, i * ldo + j
+            n = last - first
+            _many(out, out, here, ldo, a, at, row_a, step_a, b, there, ldb, n, 1.0)
+        for i in range(whole, size, REST):
+            first, last = (i, size) if turned else (0, i + REST)
+            at, there, here = i * row_a + first * step_a, first * ldb + j, i * ldo + j
+            n = last - first
+            _rest(out, out, here, ldo, a, at, row_a, step_a, b, there, ldb, n, 1.0)
 
 
 @jit
