@@ -14,7 +14,13 @@ long sums is ever taken.
 
 from __future__ import annotations
 
-from sluice.backends.cpu.gemm import gemm, gemm_lower, transpose
+from sluice.backends.cpu.gemm import (
+    gemm,
+    gemm_by_triangle,
+    gemm_lower,
+    gemm_to_triangle,
+    transpose,
+)
 from sluice.backends.cpu.jit import jit, jit_inline
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.products import outer, substitute
@@ -37,14 +43,16 @@ C = 32
 """Tokens per chunk."""
 STEP = 8
 """Tokens that are substituted one by one; also rows whose sums over lanes are made together."""
+ROW = C // LANES
+"""Vectors of a row of C elements."""
 LOWEST = -1e30
 """Log decays below it are taken for it: the sum of a chunk's stays finite, its exp is 0."""
 
 WORK = (
     "q k dq dk rho_q rho_k"  # [heads of the task, T, ..], over the whole sequence
-    " k_turned kk qk"  # of the key head in turn, over the whole sequence; qk for each query
+    " k_turned kk qk sum_by"  # of the keys and queries in turn, over the whole sequence
     " states error bend fade down up strength"  # of one value head, over the whole sequence
-    " lower ones rate rhs d d_turned dV by pairs inter kept"
+    " lower ones rate rhs d rest dV by pairs inter kept minus"
     " do_dv qk_in k_out made dS"
 )
 work = struct_view("backward_work", "Kp Vp Tp G ld next", "", WORK)
@@ -57,6 +65,7 @@ def make_constants(w):
         for j in range(C):
             put(w.lower, i * C + j, 1.0 if j < i else 0.0)
     fill(w.ones, C, 1.0)
+    fill(w.by, (w.G + 1) * C * C, 0.0)  # not all above a diagonal is ever written
 
 
 @jit
@@ -142,10 +151,9 @@ def _scale_rows(dst, src, factors, ld):
 @jit
 def _scale_columns(dst, src, factors, rows):
     """Rows of C elements, each times the factors."""
-    for j in range(0, C, LANES):
-        factor = load(factors, j)
-        for i in range(j, j + rows * C, C):
-            store(dst, i, load(src, i) * factor)
+    factor = load_rows(factors, 0, LANES, ROW)
+    for i in range(0, rows * C, C):
+        store_rows(dst, i, LANES, load_rows(src, i, LANES, ROW) * factor)
 
 
 @jit
@@ -182,26 +190,23 @@ def chunk_forward(p, w, k, chunk, v_at, g_at, m, first, last):
     error = w.error + rows * Vp
     _gates(p, w, g_at, rows, m)
     load_values(w.dV, p.v, p.io, v_at, p.v_t, m, p.V, Vp)
-    transpose(error, C, w.dV, Vp, C, Vp)
     d, ahead = error, v_at + C * p.v_t
     _ask(p.v, p.io, ahead, p.v_t, 0, p.V)
     _ask(p.v, p.io, ahead, p.v_t, 1, p.V)
     if p.delta != 0:
+        rest, d = w.rest, w.d
+        transpose(rest, C, w.dV, Vp, C, Vp)
         if not first:
-            gemm(w.d, w.d, C, S, w.ld, 1, w.k_turned + rows * Kp, C, Vp, C, Kp, 0.0)
-            for j in range(0, C, LANES):
-                factor = load(w.down + rows, j) * -1.0
-                for i in range(j, j + Vp * C, C):
-                    store(error, i, fma(load(w.d, i), factor, load(error, i)))
+            gemm(d, d, C, S, w.ld, 1, w.k_turned + rows * Kp, C, Vp, C, Kp, 0.0)
+            factor = load_rows(w.down, rows, LANES, ROW) * -1.0
+            for i in range(0, Vp * C, C):
+                now = fma(load_rows(d, i, LANES, ROW), factor, load_rows(rest, i, LANES, ROW))
+                store_rows(rest, i, LANES, now)
         _bend(w, rows)
-        d = w.d
-        gemm(d, error, C, error, C, 1, w.rhs, C, Vp, C, C, 1.0)
-        for j in range(0, C, LANES):
-            factor = load(w.strength + rows, j)
-            for i in range(j, j + Vp * C, C):
-                one = load(d, i)
-                store(error, i, one)
-                store(d, i, one * factor)
+        gemm_by_triangle(error, rest, rest, C, 1, w.rhs, True, Vp, C, 1.0)
+        _scale_columns(d, error, w.strength + rows, Vp)
+    else:
+        transpose(error, C, w.dV, Vp, C, Vp)
     _ask(p.v, p.io, ahead, p.v_t, 2, p.V)
     _ask(p.v, p.io, ahead, p.v_t, 3, p.V)
     if not last:
@@ -224,20 +229,23 @@ def _fold(dst, src, other, factors, dots, n):
 
 
 @jit
-def _by_pairs(p, w, rows):
-    """N and H of (G6); and what pairs of tokens say about the decay at t: those around it alone."""
-    G, fade, kk = w.G, w.fade + rows * C, w.kk + rows * C
+def _by_pairs(p, w, rows, fresh):
+    """N and H of (G6), and what pairs of tokens say about the decay at t: those around it alone.
+
+    Value heads that share keys and queries share the products with them: N and H are summed.
+    """
+    G, fade, kk, sum_by = w.G, w.fade + rows * C, w.kk + rows * C, w.sum_by + rows * (w.G + 1) * C
     for j in range(0, C, LANES):
         later = splat(0.0)
         for i in range((C - 1) * C + j, j - 1, -C):
             below, decay = load(w.lower, i), load(fade, i)
             for r in range(G):
-                one = load(w.by + r * C * C, i) * decay
-                store(w.by + r * C * C, i, one)
+                one, at = load(w.by + r * C * C, i) * decay, r * C * C + i
+                store(sum_by, at, one if fresh else one + load(sum_by, at))
                 later = fma(one, load(w.qk + (rows * G + r * C) * C, i), later)
             if p.delta != 0:
-                one = load(w.by + G * C * C, i) * decay * below
-                store(w.by + G * C * C, i, one)
+                one, at = load(w.by + G * C * C, i) * decay * below * -1.0, G * C * C + i
+                store(sum_by, at, one if fresh else one + load(sum_by, at))
                 later = fma(one, load(kk, i), later)
             store(w.rhs, i, later * below)
     for t in range(0, C, STEP):
@@ -245,6 +253,21 @@ def _by_pairs(p, w, rows):
         for j in range(0, C, LANES):
             acc = acc + load_rows(w.rhs, t * C + j, C, STEP)
         store(w.pairs, t, sums(acc))
+
+
+@jit
+def multiply_pairs(p, w, q, dq, stride_q, k, dk, count):
+    """What N and H give to the gradients of queries and keys, (G7) and (G8), in all chunks."""
+    Kp, G = w.Kp, w.G
+    for token in range(0, count, C):
+        at, by = token * Kp, w.sum_by + token * (G + 1) * C
+        for r in range(G):
+            rows_q, rows_dq = q + r * stride_q + at, dq + r * stride_q + at
+            gemm_lower(rows_dq, Kp, by + r * C * C, False, k + at, Kp, Kp, C)
+            gemm_lower(dk + at, Kp, by + r * C * C, True, rows_q, Kp, Kp, C)
+        if p.delta != 0:
+            gemm_lower(dk + at, Kp, by + G * C * C, False, k + at, Kp, Kp, C)
+            gemm_lower(dk + at, Kp, by + G * C * C, True, k + at, Kp, Kp, C)
 
 
 @jit
@@ -272,10 +295,11 @@ def _inner_product(a, b, rows, n, ld):
 
 
 @jit
-def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, last):
+def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, last, fresh):
     """(G4) to (G9); dS becomes the gradient of the state before the chunk.
 
-    ``first``: that state is zeros; ``last``: dS is zeros before the call.
+    ``first``: that state is zeros; ``last``: dS is zeros before the call; ``fresh``: no value head
+    before this one had its keys and queries.
     """
     Kp, Vp, G, rows = w.Kp, w.Vp, w.G, chunk * C
     HO = max(p.HQ, p.HV)
@@ -299,43 +323,36 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
     _ask(p.dv, p.io, dv_at, dv_t, 3, p.V)
     for r in range(G):
         _multiply(w.rhs, w.qk + (rows * G + r * C) * C, w.fade + rows * C, C * C)
-        gemm(dV, dV, C, w.do_dv + r * C * Vp, 1, Vp, w.rhs, C, Vp, C, C, before)
+        gemm_by_triangle(dV, dV, w.do_dv + r * C * Vp, 1, Vp, w.rhs, False, Vp, C, before)
         before = 1.0
     # dV and dbeta
     if p.delta != 0:
         d = w.d
-        _scale_columns(d, error, strength, Vp)
-        gemm(w.d_turned, dV, C, dV, C, 1, w.bend + rows * C, C, Vp, C, C, 1.0)
-        dV, dbeta = w.d_turned, pointer(p.dbeta, F32)
-        for j in range(0, C, LANES):
-            acc, factor = splat(0.0), load(strength, j)
-            for i in range(j, j + Vp * C, C):
-                acc = fma(load(dV, i), load(error, i), acc)
-                store(dV, i, load(dV, i) * factor)
-            store(w.kept, j, acc)
+        gemm_by_triangle(w.rest, dV, dV, C, 1, w.bend + rows * C, False, Vp, C, 1.0)
+        dV, dbeta = w.rest, pointer(p.dbeta, F32)
+        acc, factor = zeros(ROW), load_rows(strength, 0, LANES, ROW)
+        for i in range(0, Vp * C, C):
+            one, by = load_rows(error, i, LANES, ROW), load_rows(dV, i, LANES, ROW)
+            acc = fma(by, one, acc)
+            store_rows(d, i, LANES, one * factor)
+            store_rows(dV, i, LANES, by * factor)
+        store_rows(w.kept, 0, LANES, acc)
         for t in range(m):
             put(dbeta, g_at + t * p.HV, get(w.kept, t))
     made = w.do_dv + G * C * Vp
     transpose(made, Vp, dV, C, Vp, C)
     for t in range(m):
         store_row(p.dv, p.io, dv_at + t * dv_t, made + t * Vp, p.V)
-    scale_row(made, made, C * Vp, -1.0)
     # pairs of tokens
     _ask(p.do, p.io, do_at - C * do_t, do_t, 0, G * p.V)
     _ask(p.do, p.io, do_at - C * do_t, do_t, 1, G * p.V)
-    gemm(w.by, w.by, C, w.do_dv, Vp, 1, d, C, readers * C, C, Vp, 0.0)
-    _by_pairs(p, w, rows)
-    for r in range(G):
-        by = w.by + r * C * C
-        gemm_lower(dq + r * stride_q, Kp, by, False, k, Kp, Kp, C)
-        gemm_lower(dk, Kp, by, True, q + r * stride_q, Kp, Kp, C)
-    if p.delta != 0:
-        by = w.by + G * C * C
-        gemm_lower(dk, Kp, by, False, k, Kp, Kp, C)
-        gemm_lower(dk, Kp, by, True, k, Kp, Kp, C)
+    for r in range(readers):
+        gemm_to_triangle(w.by + r * C * C, w.do_dv + r * C * Vp, Vp, 1, d, C, Vp)
+    _by_pairs(p, w, rows, fresh)
     _ask(p.do, p.io, do_at - C * do_t, do_t, 2, G * p.V)
     _ask(p.do, p.io, do_at - C * do_t, do_t, 3, G * p.V)
     # through the states: readers before the chunk, writers after it
+    scale_row(w.minus, down, C, -1.0)
     fill(w.inter, C, 0.0)
     fill(w.kept, C, 0.0)
     if not first:
@@ -344,7 +361,7 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
             rows_q = q + r * stride_q
             _fold(dq + r * stride_q, w.made + r * C * Kp, rows_q, down, w.inter, Kp)
         if p.delta != 0:
-            _fold(dk, w.made + G * C * Kp, k, down, w.inter, Kp)
+            _fold(dk, w.made + G * C * Kp, k, w.minus, w.inter, Kp)
     if not last:
         gemm(w.made, w.made, Kp, d, 1, C, dS, w.ld, C, Kp, Vp, 0.0)
         _fold(dk, w.made, k, up, w.kept, Kp)
@@ -356,5 +373,5 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
         _store_decays(p, w, g_at, m, passed)
     if not first:
         if p.delta != 0:
-            _scale_rows(w.qk_in + G * C * Kp, k, down, Kp)
+            _scale_rows(w.qk_in + G * C * Kp, k, w.minus, Kp)
         gemm(dS, dS, w.ld, w.do_dv, 1, Vp, w.qk_in, Kp, Vp, Kp, readers * C, whole)

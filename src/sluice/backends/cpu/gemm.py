@@ -33,6 +33,8 @@ WIDTH = 2 * LANES
 """Columns of a tile."""
 ROWS, REST = (12, 8) if REGISTERS >= 32 else (6, 4)
 """Rows of a tile, two vectors each; and of those that take the rows that are left."""
+TALL = 2 * ROWS
+"""Rows of a tile of one vector each; REST takes what is left."""
 
 
 @jit_inline
@@ -41,79 +43,80 @@ def spaced(n):
     return n + LANES
 
 
-@intrinsic
-def _multiply_add(typingctx, acc, a, at, stride, b, index):
-    """acc[r, c] + a[at + r stride] b[index + c LANES], for tiles of two columns."""
-    rows = acc.rows // 2
+@intrinsic(prefer_literal=True)
+def _multiply_add(typingctx, acc, a, at, stride, b, index, width):
+    """acc[r, c] + a[at + r stride] b[index + c LANES], for tiles of ``width`` columns."""
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+    count = width.literal_value
 
     def codegen(context, builder, sig, args):
-        sums, base, at, stride, right, index = args
+        sums, base, at, stride, right, index, _ = args
         sums = rows_of(builder, sums)
         columns = [
             load_at(builder, b.code, right, builder.add(index, i64(c * LANES)), LANES)
-            for c in range(2)
+            for c in range(count)
         ]
         out = []
-        for r in range(rows):
+        for r in range(acc.rows // count):
             x = splat_of(builder, load_at(builder, a.code, base, at))
-            for c in range(2):
-                old = sums[2 * r + c]
+            for c in range(count):
+                old = sums[count * r + c]
                 out.append(call_llvm(builder, "fmuladd", old.type, x, columns[c], old))
             at = builder.add(at, stride)
         return tile_of(builder, out)
 
-    kinds = (acc, a, types.int64, types.int64, b, types.int64)
+    kinds = (acc, a, types.int64, types.int64, b, types.int64, width)
     return acc(*kinds), codegen
 
 
-@intrinsic
-def _add_tile(typingctx, ptr, old, index, stride, factor, tile):
+@intrinsic(prefer_literal=True)
+def _add_tile(typingctx, ptr, old, index, stride, factor, tile, width):
     """ptr[index + r stride + c LANES] <- factor · old[the same] + tile[r, c]; 0 reads no old."""
-    rows = tile.rows // 2
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+    count = width.literal_value
 
     def codegen(context, builder, sig, args):
-        base, source, index, stride, factor, value = args
+        base, source, index, stride, factor, value, _ = args
         vectors = rows_of(builder, value)
+        places = [divmod(i, count) for i in range(tile.rows)]
         reads = builder.fcmp_ordered("!=", factor, factor.type(0.0))
         spread = splat_of(builder, factor)
+
+        def where(r, c):
+            return builder.add(builder.add(index, builder.mul(stride, i64(r))), i64(c * LANES))
+
         with builder.if_else(reads) as (then, otherwise):
             with then:
-                at = index
-                for r in range(rows):
-                    for c in range(2):
-                        where = builder.add(at, i64(c * LANES))
-                        before = load_at(builder, old.code, source, where, LANES)
-                        new = vectors[2 * r + c]
-                        new = call_llvm(builder, "fmuladd", new.type, spread, before, new)
-                        store_at(builder, ptr.code, base, where, new)
-                    at = builder.add(at, stride)
+                for (r, c), new in zip(places, vectors, strict=True):
+                    at = where(r, c)
+                    before = load_at(builder, old.code, source, at, LANES)
+                    new = call_llvm(builder, "fmuladd", new.type, spread, before, new)
+                    store_at(builder, ptr.code, base, at, new)
             with otherwise:
-                at = index
-                for r in range(rows):
-                    for c in range(2):
-                        where = builder.add(at, i64(c * LANES))
-                        store_at(builder, ptr.code, base, where, vectors[2 * r + c])
-                    at = builder.add(at, stride)
+                for (r, c), new in zip(places, vectors, strict=True):
+                    store_at(builder, ptr.code, base, where(r, c), new)
         return context.get_dummy_value()
 
-    kinds = (ptr, old, types.int64, types.int64, types.float32, tile)
+    kinds = (ptr, old, types.int64, types.int64, types.float32, tile, width)
     return types.void(*kinds), codegen
 
 
-def _tile(rows):
-    count = 2 * rows
+def _tile(rows, width):
+    count = rows * width
 
-    @jit_as("gemm_tile", rows)
+    @jit_as("gemm_tile", rows, width)
     def tile(out, old, index, ldo, a, at, row_a, step_a, b, j, ldb, inner, scale):
         acc = zeros(count)
         for t in range(inner):
-            acc = _multiply_add(acc, a, at + t * step_a, row_a, b, t * ldb + j)
-        _add_tile(out, old, index, ldo, scale, acc)
+            acc = _multiply_add(acc, a, at + t * step_a, row_a, b, t * ldb + j, width)
+        _add_tile(out, old, index, ldo, scale, acc, width)
 
     return tile
 
 
-_many, _rest = _tile(ROWS), _tile(REST)
+_many, _rest, _tall, _low = _tile(ROWS, 2), _tile(REST, 2), _tile(TALL, 1), _tile(REST, 1)
 
 
 @jit_inline
@@ -155,6 +158,36 @@ def gemm_lower(out, ldo, a, turned, b, ldb, columns, size):
             at, there, here = i * row_a + first * step_a, first * ldb + j, i * ldo + j
             n = last - first
             _rest(out, out, here, ldo, a, at, row_a, step_a, b, there, ldb, n, 1.0)
+
+
+@jit
+def _column(out, old, ldo, a, row_a, step_a, b, j, ldb, rows, inner, scale):
+    """One vector of columns of a product, from column j on."""
+    whole = rows - rows % TALL
+    for i in range(0, whole, TALL):
+        here = i * ldo + j
+        _tall(out, old, here, ldo, a, i * row_a, row_a, step_a, b, j, ldb, inner, scale)
+    for i in range(whole, rows, REST):
+        here = i * ldo + j
+        _low(out, old, here, ldo, a, i * row_a, row_a, step_a, b, j, ldb, inner, scale)
+
+
+@jit
+def gemm_by_triangle(out, old, a, row_a, step_a, b, upper, rows, size, scale):
+    """out <- scale old + A B for a lower or ``upper`` triangular B [size, size], rows of size."""
+    for j in range(0, size, LANES):
+        first, last = (0, j + LANES) if upper else (j, size)
+        at = a + first * step_a
+        b_at, n = b + first * size, last - first
+        _column(out, old, size, at, row_a, step_a, b_at, j, size, rows, n, scale)
+
+
+@jit
+def gemm_to_triangle(out, a, row_a, step_a, b, size, inner):
+    """out <- A B, its lower triangle [size, size] alone; above it vectors may stay as they are."""
+    for j in range(0, size, LANES):
+        at, here = a + j * row_a, out + j * size
+        _column(here, here, size, at, row_a, step_a, b, j, size, size - j, inner, 0.0)
 
 
 @jit

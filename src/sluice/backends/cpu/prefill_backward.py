@@ -21,6 +21,7 @@ from sluice.backends.cpu.chunk_backward import (
     chunk_backward,
     chunk_forward,
     make_constants,
+    multiply_pairs,
     share_keys,
     share_queries,
     work,
@@ -80,13 +81,14 @@ def _room(p, w, base):
     w.q, w.dq, w.rho_q = _take(w, hq * Tp * Kp), _take(w, hq * Tp * Kp), _take(w, hq * Tp)
     w.k, w.dk, w.rho_k = _take(w, hk * Tp * Kp), _take(w, hk * Tp * Kp), _take(w, hk * Tp)
     w.k_turned, w.kk, w.qk = _take(w, Tp * Kp), _take(w, Tp * C), _take(w, G * Tp * C)
-    w.states, w.error = _take(w, Tp // C * Vp * w.ld), _take(w, Tp * Vp)
+    w.sum_by = _take(w, (G + 1) * Tp * C)
+    w.states, w.error = _take(w, max(Tp // C, 1) * Vp * w.ld), _take(w, Tp * Vp)
     w.fade, w.bend = _take(w, Tp * C), _take(w, Tp * C)
     w.down, w.up, w.strength = _take(w, Tp), _take(w, Tp), _take(w, Tp)
     w.lower, w.rhs, w.by = _take(w, C * C), _take(w, C * C), _take(w, (G + 1) * C * C)
     w.ones, w.rate = _take(w, C), _take(w, C)
-    w.pairs, w.inter, w.kept = _take(w, C), _take(w, C), _take(w, C)
-    w.d, w.dV, w.d_turned = _take(w, C * Vp), _take(w, C * Vp), _take(w, C * Vp)
+    w.pairs, w.inter, w.kept, w.minus = _take(w, C), _take(w, C), _take(w, C), _take(w, C)
+    w.d, w.dV, w.rest = _take(w, C * Vp), _take(w, C * Vp), _take(w, C * Vp)
     w.do_dv, w.qk_in = _take(w, (G + 1) * C * Vp), _take(w, (G + 1) * C * Kp)
     w.k_out, w.made, w.dS = _take(w, C * Kp), _take(w, (G + 1) * C * Kp), _take(w, Vp * w.ld)
     return w.next - base
@@ -121,28 +123,29 @@ def _dot(a, b, n):
 
 
 @jit
-def _add_scaled(dst, src, factor, n):
-    """dst += factor src."""
-    for i in range(0, n, LANES):
-        store(dst, i, fma(load(src, i), factor, load(dst, i)))
-
-
-@jit
 def _finish(p, w, address, ready, d, rho, at, stride_t, first, heads, T, factor):
     """Through scale and norm, to the caller's tensor [.., H, K]."""
     Kp = w.Kp
     for h in range(heads):
         for t in range(T):
             row, unit = d + (h * w.Tp + t) * Kp, ready + (h * w.Tp + t) * Kp
-            length = get(rho, h * w.Tp + t)
-            scale_row(row, row, Kp, factor)
+            length, along = 1.0, 0.0
             if p.normalize != 0 and factor != 0.0:
-                along = _dot(row, unit, Kp) / (factor * factor)
-                _add_scaled(row, unit, -along, Kp)
-                scale_row(row, row, Kp, length)
+                length = 1.0 * get(rho, h * w.Tp + t)
+                along = -length * _dot(row, unit, Kp) / factor
+            for i in range(0, Kp, LANES):
+                store(row, i, fma(load(row, i), length * factor, load(unit, i) * along))
             here = at + t * stride_t + (first + h) * p.K
             prefetch_row(address, p.io, here + AHEAD * stride_t, p.K)
             store_row(address, p.io, here, row, p.K)
+
+
+@jit
+def _heads(p, head, group):
+    """The key head of a value head and its (first) query head, counted in the group."""
+    q_head = head * (p.HQ // p.HV) if p.HQ > p.HV else head // (p.HV // p.HQ)
+    k_head = head // (p.HV // p.HK)
+    return k_head - group * (p.HK // p.groups), q_head - group * (p.HQ // p.groups)
 
 
 @jit
@@ -161,16 +164,14 @@ def task(p, w, seq, group):
     _load_heads(p, w.k, w.rho_k, p.k, k_at, p.k_t, p.k_h, group * hk, hk, T, Tp, Kp, 1.0)
     fill(w.dq, hq * Tp * Kp, 0.0)
     fill(w.dk, hk * Tp * Kp, 0.0)
-    at_k, at_q, n = -1, -1, Tp // C
+    n, fresh = Tp // C, True
     for head in range(group * hv, group * hv + hv):
-        k_head = head // (p.HV // p.HK) - group * hk
-        q_head = (head * w.G if p.HQ > p.HV else head // (p.HV // p.HQ)) - group * hq
+        k_head, q_head = _heads(p, head, group)
         k, dk = w.k + k_head * Tp * Kp, w.dk + k_head * Tp * Kp
         q, dq = w.q + q_head * Tp * Kp, w.dq + q_head * Tp * Kp
-        if k_head != at_k or q_head != at_q:
+        if fresh:
             share_keys(w, k, Tp)
             share_queries(w, q, Tp * Kp, Tp)
-        at_k, at_q = k_head, q_head
         S_at = (seq * p.HV + head) * p.K * p.V
         _load_state(p, w, w.states, p.state, S_at, p.from_state)
         for chunk in range(n):
@@ -185,9 +186,11 @@ def task(p, w, seq, group):
             t0 = chunk * C
             at, token, m = t0 * Kp, batch * p.T + start + t0, min(C, T - t0)
             empty, free = chunk == 0 and p.from_state == 0, chunk == n - 1 and p.to_state == 0
-            chunk_backward(
-                p, w, q + at, dq + at, Tp * Kp, k + at, dk + at, chunk, token, head, m, empty, free
-            )
+            rows = (q + at, dq + at, Tp * Kp, k + at, dk + at)
+            chunk_backward(p, w, *rows, chunk, token, head, m, empty, free, fresh)
+        fresh = head + 1 == group * hv + hv or _heads(p, head + 1, group) != (k_head, q_head)
+        if fresh:
+            multiply_pairs(p, w, q, dq, Tp * Kp, k, dk, Tp)
         if p.dstate != 0:
             for i in range(p.V):
                 store_row(p.dstate, F32, S_at + i * p.K, w.dS + i * w.ld, p.K)
