@@ -24,7 +24,7 @@ from sluice.backends.cpu.gemm import (
 from sluice.backends.cpu.jit import jit, jit_inline
 from sluice.backends.cpu.llvm import F32, LANES
 from sluice.backends.cpu.products import outer, substitute
-from sluice.backends.cpu.scratch_rows import fill, load_row, prefetch_row, scale_row, store_row
+from sluice.backends.cpu.scratch_rows import fill, load_row, scale_row, store_row
 from sluice.backends.cpu.simd import fma, get, load, pointer, put, splat, store, vmax
 from sluice.backends.cpu.struct_view import struct_view
 from sluice.backends.cpu.tiles import (
@@ -55,17 +55,21 @@ WORK = (
     " lower ones rate rhs d rest dV by pairs inter kept minus"
     " do_dv qk_in k_out made dS"
 )
-work = struct_view("backward_work", "Kp Vp Tp G ld next", "", WORK)
+work = struct_view("backward_work", "Kp Vp Tp G ld next at step size left", "", WORK)
 
 
 @jit
 def make_constants(w):
-    """``lower``: 1 below the diagonal, else 0."""
+    """What does not depend on tokens. ``lower``: 1 below the diagonal, else 0."""
     for i in range(C):
         for j in range(C):
             put(w.lower, i * C + j, 1.0 if j < i else 0.0)
     fill(w.ones, C, 1.0)
-    fill(w.by, (w.G + 1) * C * C, 0.0)  # not all above a diagonal is ever written
+    # not all above a diagonal is ever written
+    fill(w.by, (w.G + 1) * C * C, 0.0)
+    fill(w.kk, w.Tp * C, 0.0)
+    fill(w.qk, w.G * w.Tp * C, 0.0)
+    w.left = 0
 
 
 @jit
@@ -80,10 +84,10 @@ def load_values(dst, address, code, index, stride, m, n, ld):
 
 
 @jit
-def _ask(address, code, index, stride, piece, n):
-    """Ask for a quarter of the rows that `load_values` or `store_row` will need soon."""
-    for t in range(piece * C // 4, (piece + 1) * C // 4):
-        prefetch_row(address, code, index + t * stride, n)
+def _ask(w, address, code, index, stride, n):
+    """Let the next products ask for the rows of n elements of a chunk."""
+    size = 4 if code == F32 else 2
+    w.at, w.step, w.size, w.left = address + index * size, stride * size, n * size, C
 
 
 @jit
@@ -92,8 +96,7 @@ def share_keys(w, k, count):
     for at in range(0, count, C):
         turned = w.k_turned + at * w.Kp
         transpose(turned, C, k + at * w.Kp, w.Kp, C, w.Kp)
-        kk = w.kk + at * C
-        gemm(kk, kk, C, k + at * w.Kp, w.Kp, 1, turned, C, C, C, w.Kp, 0.0)
+        gemm_to_triangle(w.kk + at * C, k + at * w.Kp, w.Kp, 1, turned, C, w.Kp)
 
 
 @jit
@@ -102,7 +105,7 @@ def share_queries(w, q, stride_q, count):
     for at in range(0, count, C):
         for r in range(w.G):
             qk, rows = w.qk + (at * w.G + r * C) * C, q + r * stride_q + at * w.Kp
-            gemm(qk, qk, C, rows, w.Kp, 1, w.k_turned + at * w.Kp, C, C, C, w.Kp, 0.0)
+            gemm_to_triangle(qk, rows, w.Kp, 1, w.k_turned + at * w.Kp, C, w.Kp)
 
 
 @jit
@@ -190,14 +193,13 @@ def chunk_forward(p, w, k, chunk, v_at, g_at, m, first, last):
     error = w.error + rows * Vp
     _gates(p, w, g_at, rows, m)
     load_values(w.dV, p.v, p.io, v_at, p.v_t, m, p.V, Vp)
-    d, ahead = error, v_at + C * p.v_t
-    _ask(p.v, p.io, ahead, p.v_t, 0, p.V)
-    _ask(p.v, p.io, ahead, p.v_t, 1, p.V)
+    d = error
+    _ask(w, p.v, p.io, v_at + C * p.v_t, p.v_t, p.V)
     if p.delta != 0:
         rest, d = w.rest, w.d
         transpose(rest, C, w.dV, Vp, C, Vp)
         if not first:
-            gemm(d, d, C, S, w.ld, 1, w.k_turned + rows * Kp, C, Vp, C, Kp, 0.0)
+            gemm(d, d, C, S, w.ld, 1, w.k_turned + rows * Kp, C, Vp, C, Kp, 0.0, w)
             factor = load_rows(w.down, rows, LANES, ROW) * -1.0
             for i in range(0, Vp * C, C):
                 now = fma(load_rows(d, i, LANES, ROW), factor, load_rows(rest, i, LANES, ROW))
@@ -207,12 +209,10 @@ def chunk_forward(p, w, k, chunk, v_at, g_at, m, first, last):
         _scale_columns(d, error, w.strength + rows, Vp)
     else:
         transpose(error, C, w.dV, Vp, C, Vp)
-    _ask(p.v, p.io, ahead, p.v_t, 2, p.V)
-    _ask(p.v, p.io, ahead, p.v_t, 3, p.V)
     if not last:
         _scale_rows(w.k_out, k, w.up + rows, Kp)
         whole = 0.0 if first else get(w.down, rows + C - 1)
-        gemm(S + Vp * w.ld, S, w.ld, d, C, 1, w.k_out, Kp, Vp, Kp, C, whole)
+        gemm(S + Vp * w.ld, S, w.ld, d, C, 1, w.k_out, Kp, Vp, Kp, C, whole, w)
 
 
 @jit
@@ -266,8 +266,11 @@ def multiply_pairs(p, w, q, dq, stride_q, k, dk, count):
             gemm_lower(rows_dq, Kp, by + r * C * C, False, k + at, Kp, Kp, C)
             gemm_lower(dk + at, Kp, by + r * C * C, True, rows_q, Kp, Kp, C)
         if p.delta != 0:
-            gemm_lower(dk + at, Kp, by + G * C * C, False, k + at, Kp, Kp, C)
-            gemm_lower(dk + at, Kp, by + G * C * C, True, k + at, Kp, Kp, C)
+            H, rows_dk = by + G * C * C, dk + at
+            transpose(w.rhs, C, H, C, C, C)
+            for i in range(0, C * C, LANES):
+                store(w.rhs, i, load(w.rhs, i) + load(H, i))
+            gemm(rows_dk, rows_dk, Kp, w.rhs, C, 1, k + at, Kp, C, Kp, C, 1.0, w)
 
 
 @jit
@@ -312,15 +315,11 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
         _scale_rows(w.qk_in + r * C * Kp, q + r * stride_q, down, Kp)
     d, dV, before = error, w.dV, 0.0
     dv_at, dv_t = (token * p.HV + head) * p.V, p.HV * p.V
-    _ask(p.dv, p.io, dv_at, dv_t, 0, p.V)
-    _ask(p.dv, p.io, dv_at, dv_t, 1, p.V)
     # dD
     if not last:
         before = 1.0
-        gemm(dV, dV, C, dS, w.ld, 1, w.k_turned + rows * Kp, C, Vp, C, Kp, 0.0)
+        gemm(dV, dV, C, dS, w.ld, 1, w.k_turned + rows * Kp, C, Vp, C, Kp, 0.0, w)
         _scale_columns(dV, dV, up, Vp)
-    _ask(p.dv, p.io, dv_at, dv_t, 2, p.V)
-    _ask(p.dv, p.io, dv_at, dv_t, 3, p.V)
     for r in range(G):
         _multiply(w.rhs, w.qk + (rows * G + r * C) * C, w.fade + rows * C, C * C)
         gemm_by_triangle(dV, dV, w.do_dv + r * C * Vp, 1, Vp, w.rhs, False, Vp, C, before)
@@ -344,26 +343,23 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
     for t in range(m):
         store_row(p.dv, p.io, dv_at + t * dv_t, made + t * Vp, p.V)
     # pairs of tokens
-    _ask(p.do, p.io, do_at - C * do_t, do_t, 0, G * p.V)
-    _ask(p.do, p.io, do_at - C * do_t, do_t, 1, G * p.V)
     for r in range(readers):
         gemm_to_triangle(w.by + r * C * C, w.do_dv + r * C * Vp, Vp, 1, d, C, Vp)
     _by_pairs(p, w, rows, fresh)
-    _ask(p.do, p.io, do_at - C * do_t, do_t, 2, G * p.V)
-    _ask(p.do, p.io, do_at - C * do_t, do_t, 3, G * p.V)
     # through the states: readers before the chunk, writers after it
     scale_row(w.minus, down, C, -1.0)
     fill(w.inter, C, 0.0)
     fill(w.kept, C, 0.0)
     if not first:
-        gemm(w.made, w.made, Kp, w.do_dv, Vp, 1, S, w.ld, readers * C, Kp, Vp, 0.0)
+        _ask(w, p.do, p.io, do_at - C * do_t, do_t, G * p.V)
+        gemm(w.made, w.made, Kp, w.do_dv, Vp, 1, S, w.ld, readers * C, Kp, Vp, 0.0, w)
         for r in range(G):
             rows_q = q + r * stride_q
             _fold(dq + r * stride_q, w.made + r * C * Kp, rows_q, down, w.inter, Kp)
         if p.delta != 0:
             _fold(dk, w.made + G * C * Kp, k, w.minus, w.inter, Kp)
     if not last:
-        gemm(w.made, w.made, Kp, d, 1, C, dS, w.ld, C, Kp, Vp, 0.0)
+        gemm(w.made, w.made, Kp, d, 1, C, dS, w.ld, C, Kp, Vp, 0.0, w)
         _fold(dk, w.made, k, up, w.kept, Kp)
     whole = 0.0 if last else get(down, C - 1)
     if p.gated != 0:
@@ -374,4 +370,5 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
     if not first:
         if p.delta != 0:
             _scale_rows(w.qk_in + G * C * Kp, k, w.minus, Kp)
-        gemm(dS, dS, w.ld, w.do_dv, 1, Vp, w.qk_in, Kp, Vp, Kp, readers * C, whole)
+        _ask(w, p.dv, p.io, dv_at - C * dv_t, dv_t, p.V)
+        gemm(dS, dS, w.ld, w.do_dv, 1, Vp, w.qk_in, Kp, Vp, Kp, readers * C, whole, w)

@@ -8,6 +8,9 @@ order of additions depends on sizes alone.
 
 B is read where it lies. Many rows that are a power of two apart share few sets of a cache, so such
 a matrix has rows of ``spaced`` elements.
+
+While products are made, memory has time: with each tile goes a request for one row of something
+that will be needed soon (``soon``). All at once they would have to wait for each other.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from numba.extending import intrinsic
 from sluice.backends.cpu.jit import jit, jit_as, jit_inline
 from sluice.backends.cpu.llvm import (
     LANES,
+    LINE,
     REGISTERS,
     call_llvm,
     i64,
@@ -27,7 +31,7 @@ from sluice.backends.cpu.llvm import (
     store_at,
     tile_of,
 )
-from sluice.backends.cpu.tiles import load_rows, store_rows, transposed, zeros
+from sluice.backends.cpu.tiles import load_rows, prefetch, store_rows, transposed, zeros
 
 WIDTH = 2 * LANES
 """Columns of a tile."""
@@ -126,18 +130,31 @@ def _in_many(rows):
     return whole if (rows - whole) % REST == 0 else whole - ROWS
 
 
+@jit_inline
+def _ask(soon):
+    """Ask for the next row."""
+    if soon.left > 0:
+        soon.left -= 1
+        for line in range(soon.at, soon.at + soon.size, LINE):
+            prefetch(line, 1, 2)
+        soon.at += soon.step
+
+
 @jit
-def gemm(out, old, ldo, a, row_a, step_a, b, ldb, rows, columns, inner, scale):
+def gemm(out, old, ldo, a, row_a, step_a, b, ldb, rows, columns, inner, scale, soon):
     """out <- scale old + A B; A[i, t] = a[i row_a + t step_a], B[t, j] = b[t ldb + j].
 
     ``rows`` is a multiple of 8, ``columns`` one of WIDTH. A ``scale`` of 0 reads no ``old``.
+    ``soon`` has the fields ``at``, ``step``, ``size`` (of a row, in bytes) and ``left`` (rows).
     """
     whole = _in_many(rows)
     for j in range(0, columns, WIDTH):
         for i in range(0, whole, ROWS):
+            _ask(soon)
             at, here = i * row_a, i * ldo + j
             _many(out, old, here, ldo, a, at, row_a, step_a, b, j, ldb, inner, scale)
         for i in range(whole, rows, REST):
+            _ask(soon)
             at, here = i * row_a, i * ldo + j
             _rest(out, old, here, ldo, a, at, row_a, step_a, b, j, ldb, inner, scale)
 
