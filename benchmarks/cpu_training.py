@@ -1,13 +1,13 @@
 """Training on a CPU: forward and backward beside transformers' torch functions.
 
-    PYTHONPATH=src python benchmarks/cpu_training.py [--tokens 512] [--cpu-time]
+    PYTHONPATH=src python benchmarks/cpu_training.py [--tokens 512] [--dtype bfloat16] [--cpu-time]
 
 Lines: the delta rule alone (autograd through transformers' chunk function); a training step of a
 gated delta layer (all gradients, no optimizer) with projections so small that conv, gates, rule and
 norm are what is timed; and the same with Qwen3.5's hidden size, where projections are most of it.
-16/32 heads of 128, float32. Sides take turns in one process; a number is the best of its turns, in
-milliseconds. Gradients are compared first. ``--cpu-time`` counts the processor time of one thread
-in place of the clock: for a machine that others use.
+16/32 heads of 128, float32. Sides take turns in one process; a number is the median of its turns,
+in milliseconds, and the second line has every turn. Gradients are compared first. ``--cpu-time``
+counts the processor time of one thread in place of the clock: for a machine that others use.
 """
 # ruff: noqa: T201
 
@@ -19,6 +19,7 @@ import inspect
 import platform
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 import transformers
@@ -28,7 +29,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 import sluice
 from sluice.testing.compare import relative_error
 
-HK, HV, WIDTH, TURNS = 16, 32, 128, 6
+HK, HV, WIDTH, TURNS = 16, 32, 128, 9
 Times = tuple[float, float]
 clock = time.perf_counter
 
@@ -50,21 +51,24 @@ def line(name: str, ours: Callable, theirs: Callable, leaves: list, other: list,
     for _ in range(TURNS):
         times[0].append(timed(ours, leaves, by)[0])
         times[1].append(timed(theirs, other, by)[0])
-    best = [[1e3 * min(t[i] for t in side) for i in range(2)] for side in times]
-    total = [1e3 * min(sum(t) for t in side) for side in times]
+    middle = [[1e3 * median(t[i] for t in side) for i in range(2)] for side in times]
+    total = [[1e3 * sum(t) for t in side] for side in times]
+    both = [median(side) for side in total]
     print(
-        f"{name}: sluice {best[0][0]:.1f} + {best[0][1]:.1f} = {total[0]:.1f} ms, transformers "
-        f"{best[1][0]:.1f} + {best[1][1]:.1f} = {total[1]:.1f} ms: {total[1] / total[0]:.2f} x "
-        f"(gradients differ by {worst:.1e})",
-        flush=True,
+        f"{name}: sluice {middle[0][0]:.1f} + {middle[0][1]:.1f} = {both[0]:.1f} ms, transformers "
+        f"{middle[1][0]:.1f} + {middle[1][1]:.1f} = {both[1]:.1f} ms: {both[1] / both[0]:.2f} x "
+        f"(gradients differ by {worst:.1e})"
     )
+    turns = [" ".join(f"{t:.1f}" for t in side) for side in total]
+    print(f"    every turn: sluice {turns[0]}; transformers {turns[1]}", flush=True)
 
 
-def rule(T: int) -> None:
+def rule(T: int, dtype: torch.dtype) -> None:
     """The delta rule alone."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, T, h, WIDTH) for h in (HK, HK, HV))
-    x = [y.requires_grad_() for y in (q, k, v, -0.1 * torch.rand(1, T, HV), torch.rand(1, T, HV))]
+    x = [q, k, v, -0.1 * torch.rand(1, T, HV), torch.rand(1, T, HV)]
+    x = [y.to(dtype).requires_grad_() for y in x]
     chunked = inspect.unwrap(stock.torch_chunk_gated_delta_rule)
 
     def theirs() -> torch.Tensor:
@@ -74,10 +78,11 @@ def rule(T: int) -> None:
     def ours() -> torch.Tensor:
         return sluice.prefill(*x, normalize_qk=True)[0]
 
-    line(f"delta rule, {T} tokens", ours, theirs, x, x, torch.randn(1, T, HV, WIDTH))
+    by = torch.randn(1, T, HV, WIDTH).to(dtype)
+    line(f"delta rule, {T} tokens", ours, theirs, x, x, by)
 
 
-def layer(T: int, hidden: int) -> None:
+def layer(T: int, hidden: int, dtype: torch.dtype) -> None:
     """A training step of a layer of Qwen3.5's shape."""
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
@@ -88,7 +93,7 @@ def layer(T: int, hidden: int) -> None:
         linear_value_head_dim=WIDTH,
         num_hidden_layers=4,
     )
-    theirs = stock.Qwen3_5GatedDeltaNet(config, 0)
+    theirs = stock.Qwen3_5GatedDeltaNet(config, 0).to(dtype)
     ours = sluice.accelerate(copy.deepcopy(theirs))
     for name in (
         "torch_chunk_gated_delta_rule",
@@ -97,9 +102,9 @@ def layer(T: int, hidden: int) -> None:
     ):
         if hasattr(stock, name):  # stock's torch functions, also where FLA is installed
             setattr(stock, name, inspect.unwrap(getattr(stock, name)))
-    x = torch.randn(1, T, hidden, requires_grad=True)
+    x = torch.randn(1, T, hidden).to(dtype).requires_grad_()
     sides = [[x, *one.parameters()] for one in (ours, theirs)]
-    by = torch.randn(1, T, hidden)
+    by = torch.randn(1, T, hidden).to(dtype)
     line(f"layer, hidden size {hidden}, {T} tokens", lambda: ours(x), lambda: theirs(x), *sides, by)
 
 
@@ -107,6 +112,7 @@ def main() -> None:
     global clock
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--cpu-time", action="store_true")
     args = parser.parse_args()
     if args.cpu_time:
@@ -114,11 +120,12 @@ def main() -> None:
         clock = time.process_time
     print(
         f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {clock.__name__}"
+        f"transformers {transformers.__version__}, {args.dtype}, {clock.__name__}"
     )
-    rule(args.tokens)
-    layer(args.tokens, 16)
-    layer(args.tokens, 2048)
+    dtype = getattr(torch, args.dtype)
+    rule(args.tokens, dtype)
+    layer(args.tokens, 16, dtype)
+    layer(args.tokens, 2048, dtype)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,31 @@ def test_narrower_vectors_keep_the_contract(lanes, tmp_path):
     assert "checked" in found.stdout, found.stderr[-2000:]
 
 
+GRADIENTS = """
+import torch
+from sluice.backends.cpu import llvm
+from tests.training.calls import Call, check
+
+assert llvm.LANES == {lanes}, llvm.LANES
+base = Call("base")
+for call in (base, base.of(HQ=8, K=40, V=24, T=70), base.of(HK=1, HQ=1, delta=False)):
+    check(call, torch.float32, "cpu")
+print("checked")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names features of x86")
+@pytest.mark.parametrize("lanes", CPUS)
+def test_narrower_vectors_have_exact_gradients(lanes, tmp_path):
+    """The products of the backward pass have tiles of other shapes there."""
+    cpu, features = CPUS[lanes]
+    settings = (f"NUMBA_CPU_NAME={cpu}", f"NUMBA_CPU_FEATURES={features}")
+    run = ["env", *settings, f"NUMBA_CACHE_DIR={tmp_path}", sys.executable, "-c"]
+    found = subprocess.run([*run, GRADIENTS.format(lanes=lanes)], capture_output=True, text=True)
+    assert "checked" in found.stdout, found.stderr[-2000:]
+
+
 WIDE = """
 from sluice.backends.cpu import numba_private
 

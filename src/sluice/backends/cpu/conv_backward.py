@@ -18,7 +18,7 @@ import torch
 
 from sluice.backends import Launch
 from sluice.backends.cpu.block import Fields
-from sluice.backends.cpu.jit import jit
+from sluice.backends.cpu.jit import jit, jit_inline
 from sluice.backends.cpu.kernel import Kernel
 from sluice.backends.cpu.launch import bind_fields
 from sluice.backends.cpu.llvm import F32, LANES
@@ -28,6 +28,7 @@ from sluice.backends.cpu.scratch_rows import (
     copy_row,
     fill,
     load_row,
+    prefetch_row,
     read_index,
     round_up,
     store_row,
@@ -63,11 +64,29 @@ def _dot(a, b, n):
     return total(acc)
 
 
+@jit_inline
+def _taps(dst, start, taps, rows, step, W, ld):
+    """dst = start + Σ_w taps[w] rows[w step], for rows of ld elements; step is 1 or −1 row."""
+    for i in range(0, ld, LANES):
+        acc = load(start, i)
+        for k in range(W):
+            acc = fma(load(taps, k * ld + i), load(rows, k * step + i), acc)
+        store(dst, i, acc)
+
+
 @jit
-def _add_product(dst, a, b, n):
-    """dst += a b."""
-    for i in range(0, n, LANES):
-        store(dst, i, fma(load(a, i), load(b, i), load(dst, i)))
+def _add_products(dtaps, dbias, dz, xs, m, W, ld):
+    """dtaps[w] += Σ_t dz[t] xs[t + w] and dbias += Σ_t dz[t], for m tokens."""
+    for i in range(0, ld, LANES):
+        acc = load(dbias, i)
+        for t in range(i, m * ld, ld):
+            acc = acc + load(dz, t)
+        store(dbias, i, acc)
+        for k in range(W):
+            acc = load(dtaps, k * ld + i)
+            for t in range(i, m * ld, ld):
+                acc = fma(load(dz, t), load(xs, k * ld + t), acc)
+            store(dtaps, k * ld + i, acc)
 
 
 @jit
@@ -124,41 +143,42 @@ def _sequence(p, w, ld, seq, first, count, source, at, stride, normalize):
     dbias, z, y = w + (2 * p.W + 1) * ld, w + (2 * p.W + 2) * ld, w + (2 * p.W + 3) * ld
     xs = w + (2 * p.W + 4) * ld
     dz = xs + (TOKENS + before) * ld
+    zero = dz + (TOKENS + before) * ld
+    fill(zero, ld, 0.0)
     for t in range(before):  # no token comes after the last
         fill(dz + t * ld, ld, 0.0)
     blocks = (T + TOKENS - 1) // TOKENS
     for block in range(blocks - 1, -1, -1):
         t0 = block * TOKENS
         m = min(TOKENS, T - t0)
-        for t in range(before - 1, -1, -1):  # what the block behind has found
+        for t in range(before - 1, -1, -1):  # what the block after it has found
             copy_row(dz + (m + t) * ld, dz + t * ld, ld)
         for t in range(m + before):
             _load_input(p, xs + t * ld, batch, start, seq, t0 + t - before, first, count, ld)
+        token = batch * p.T + start + t0
         for t in range(m):
-            copy_row(z, bias, ld)
-            for k in range(p.W):
-                _add_product(z, taps + k * ld, xs + (t + k) * ld, ld)
             row = dz + t * ld
             if source == 0:
                 fill(row, ld, 0.0)
-            else:
-                fill(row + (ld - LANES), LANES, 0.0)
-                token = batch * p.T + start + t0 + t
-                load_row(row, source, p.io, at + token * stride, count)
-                _activate(p, z, row, y, ld, normalize)
-            _add(dbias, row, ld)
-            for k in range(p.W):
-                _add_product(dtaps + k * ld, row, xs + (t + k) * ld, ld)
+                continue
+            soon = token + t - TOKENS
+            if block > 0:
+                there = batch * p.x_b + (start + t0 + t - TOKENS - before) * p.x_t
+                prefetch_row(p.x, p.io, there + first, count)
+                prefetch_row(source, p.io, at + soon * stride, count)
+                prefetch_row(p.dx, p.io, soon * p.D + first, count)
+            _taps(z, bias, taps, xs + t * ld, ld, p.W, ld)
+            fill(row + (ld - LANES), LANES, 0.0)
+            load_row(row, source, p.io, at + (token + t) * stride, count)
+            _activate(p, z, row, y, ld, normalize)
+        _add_products(dtaps, dbias, dz, xs, m, p.W, ld)
         for t in range(m):
-            fill(z, ld, 0.0)
-            for k in range(p.W):
-                _add_product(z, taps + k * ld, dz + (t + before - k) * ld, ld)
+            _taps(z, zero, taps, dz + (t + before) * ld, -ld, p.W, ld)
             column = p.L - (T - (t0 + t))
             if p.dwindow != 0 and column >= 0:
                 load_row(y, p.dwindow, F32, (seq * p.L + column) * p.D + first, count)
                 _add(z, y, ld)
-            token = batch * p.T + start + t0 + t
-            store_row(p.dx, p.io, token * p.D + first, z, count)
+            store_row(p.dx, p.io, (token + t) * p.D + first, z, count)
     if p.dstate != 0:
         for column in range(p.L):
             fill(z, ld, 0.0)
@@ -166,7 +186,7 @@ def _sequence(p, w, ld, seq, first, count, source, at, stride, normalize):
             for k in range(p.W):
                 s = t + before - k
                 if 0 <= s < min(T, TOKENS):
-                    _add_product(z, taps + k * ld, dz + s * ld, ld)
+                    _taps(z, z, taps + k * ld, dz + s * ld, ld, 1, ld)
             if p.dwindow != 0 and column >= T:
                 load_row(y, p.dwindow, F32, (seq * p.L + column - T) * p.D + first, count)
                 _add(z, y, ld)
@@ -203,7 +223,7 @@ def task(p, w, i):
 def conv_backward_kernel(block):
     p = view(block)
     widest = round_up(max(CHANNELS, max(p.K, p.V)), LANES)
-    memory = allocate((2 * p.W + 4 + 2 * (TOKENS + p.W)) * widest * 4 + 64)
+    memory = allocate((2 * p.W + 5 + 2 * (TOKENS + p.W)) * widest * 4 + 64)
     w = pointer(round_up(memory, 64), F32)
     for i in tasks_of(p):
         task(p, w, i)
