@@ -11,14 +11,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-import sluice
 from sluice import calls
 from sluice.backends.triton import prefill_backward
 from sluice.testing import gradients as exact
 from sluice.testing.compare import assert_same_bits, assert_within
 from tests.suite import DEVICE, backends
 from tests.training.calls import FLOAT32, HALF
-from tests.training.triton_calls import HARD, KINDS, SMALL, SPLIT, WIDE, WIDE_SPLIT
+from tests.training.triton_calls import HARD, KEYS, KINDS, SMALL, SPLIT, WIDE, WIDE_SPLIT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning"),
@@ -85,6 +84,12 @@ def test_gradients_in_16_bits(call):
     check(call, half())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, half()], ids=str)
+@pytest.mark.parametrize("call", KEYS, ids=str)
+def test_gradients_with_decay_per_key(call, dtype):
+    check(call, dtype)
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("call", WIDE, ids=str)
@@ -133,9 +138,3 @@ def test_the_same_bits_each_time():
     again = backward_of(leaves, options, do, dfinal)
     for name, x in first.items():
         assert_same_bits(again[name], x, name)
-
-
-def test_decay_per_key_is_left_to_another_backend():
-    leaves, options, _, do, dfinal = drawn(SMALL.of(decay="key", T=9), torch.float32)
-    with pytest.raises(sluice.BackendError, match="one decay per head"):
-        backward_of(leaves, options, do, dfinal)

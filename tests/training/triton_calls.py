@@ -27,6 +27,36 @@ HARD = [
         ("random", 0.1, "zero"),
     )
 ]
+KEY = SMALL.of(name="per key", decay="key", T=35)
+KEYS = [
+    KEY,
+    KEY.of(name="per key, gated", delta=False),
+    KEY.of(name="per key, raw", raw=True, neg_eigval=True, B=2),
+    KEY.of(name="per key, packed", lengths=(5, 0, 16, 1, 33), raw=True),
+    KEY.of(name="per key, many queries", HQ=4, T=17),
+    KEY.of(name="per key, one query", HK=2, T=17),
+    KEY.of(name="per key, no state, no norm", state=False, normalize=False, scale=0.3),
+    KEY.of(name="per key, kv", layout="kv", V=16, HK=2, HQ=2),
+    KEY.of(name="per key, wide", K=200, V=136, HV=1, T=17),
+    *[KEY.of(name=f"per key, {T} tokens", T=T) for T in (1, 15, 16, 65)],
+]
+KEYS += [
+    KEY.of(
+        name=f"per key, {keys}, decay {rate}, beta {beta}",
+        keys=keys,
+        rate=rate,
+        beta=beta,
+        T=65,
+    )
+    for keys, rate, beta in (
+        ("random", 20.0, "random"),
+        ("correlated", 0.001, "one"),
+        ("repeated", 0.0, "one"),
+        ("identical", 0.0, "one"),
+        ("identical", 1.0, "random"),
+        ("random", 0.1, "zero"),
+    )
+]
 WIDE = [
     Call("128", B=1, T=200, K=128, V=128),
     Call("64", B=1, T=200, K=64, V=64, raw=True),
