@@ -30,6 +30,7 @@ FOLD = Kernel(_FOLDER + "backward_key_gradients", "backward_key_fold_kernel")
 SUMS = Kernel(_FOLDER + "backward_key_gradients", "backward_key_sums_kernel")
 
 C = 16  # tokens per chunk
+STAGES = 2
 USUAL = Config(num_warps=4, fp_fusion=True)
 
 
@@ -57,6 +58,8 @@ def launches(p: DeltaBackwardSpec) -> Launches:
     r_k = part(p.normalize_qk, "ws.r_k", tokens, p.HK)
     before = part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype)
     after = part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype)
+    beta32 = part(delta, "ws.beta32", tokens, p.HV)
+    # before the walks and in them: e^γ Q, e^γ K, e^(γ_C−γ) K and e^γ_C; after them what they ask
     by_query = part(out, "ws.by_query", tokens, p.HO, p.K)
     by_key = part(True, "ws.by_key", tokens, p.HV, p.K)
     write = part(True, "ws.write", tokens, p.HV, p.K)
@@ -78,7 +81,18 @@ def launches(p: DeltaBackwardSpec) -> Launches:
     }
     queries = {"q_ptr": memory["q"], "HQ": p.HQ, **memory.strides("q", "bth")}
     keys = {"k_ptr": memory["k"], "HK": p.HK, **memory.strides("k", "bth")}
-    walk = {"BLOCK_V": block, "STAGES": 1, "STATE_KV": p.state_layout == "kv"}
+    walk = {
+        "b_ptr": b,
+        "beta32_ptr": beta32,
+        "k_in_ptr": by_key,
+        "k_out_ptr": write,
+        "decay_ptr": whole,
+        "V": p.V,
+        "BLOCK_K": BLOCK_K,
+        "BLOCK_V": block,
+        "STAGES": STAGES,
+        "STATE_KV": p.state_layout == "kv",
+    }
     if delta:
         row = p.HV * p.V
         d = {"d_ptr": e, "stride_d_b": p.T * row if p.B > 1 else 0}
@@ -100,6 +114,11 @@ def launches(p: DeltaBackwardSpec) -> Launches:
             **sizes,
             p_ptr=products,
             b_ptr=b,
+            beta32_ptr=beta32,
+            k_in_ptr=by_key,
+            k_out_ptr=write,
+            q_in_ptr=by_query,
+            decay_ptr=whole,
             r_q_ptr=r_q,
             r_k_ptr=r_k,
             dv_ptr=memory["dv"],
@@ -114,42 +133,29 @@ def launches(p: DeltaBackwardSpec) -> Launches:
             STATES,
             p.N * p.HV * configs.blocks(p.V, block),
             USUAL,
-            **keys,
-            **gates,
             **sizes,
             **walk,
             v_ptr=memory["v"],
-            b_ptr=b,
-            r_k_ptr=r_k,
             e_ptr=e,
             state_ptr=memory.dense("state"),
             S_ptr=before,
             **memory.strides("v", "bth"),
-            V=p.V,
-            BLOCK_K=BLOCK_K,
         ),
         call(
             WALK,
             p.N * p.HV * configs.blocks(p.V, block),
             USUAL,
-            **queries,
-            **keys,
-            **gates,
             **sizes,
             **walk,
             do_ptr=memory["do"],
             p_ptr=products,
-            b_ptr=b,
-            r_q_ptr=r_q,
-            r_k_ptr=r_k,
-            dv_ptr=memory["dv"],
             y_ptr=y,
+            q_in_ptr=by_query,
+            dv_ptr=memory["dv"],
             dS_ptr=after,
             dfinal_ptr=memory.dense("dfinal"),
             dstate_ptr=memory["dstate"],
-            scale=p.q_scale,
-            V=p.V,
-            BLOCK_K=BLOCK_K,
+            READERS=p.HO // p.HV,
         ),
         call(
             PAIRS,

@@ -69,16 +69,6 @@ def load_beta(beta_ptr, A_log_ptr, beta_scale, offs_t, stride_t, left):
 
 
 @triton.jit
-def load_lengths(r_ptr, at, mask):
-    """Inverse lengths; ones without a pointer."""
-    if r_ptr is None:
-        r = tl.full(at.shape, 1.0, tl.float32)
-    else:
-        r = tl.load(r_ptr + at, mask=mask, other=0.0)
-    return r
-
-
-@triton.jit
 def spanned_products(
     x, y, k_ptr, g_ptr, A_log_ptr, dt_bias_ptr, head_v, offs_k, left, stride_k_t, stride_g_t,
     K: tl.constexpr,
@@ -125,8 +115,13 @@ def backward_key_local_kernel(
     beta_ptr,  # [B, T, HV]; None: no delta rule
     A_log_ptr,  # [HV]; given: g and beta are raw gates
     dt_bias_ptr,  # [HV, K]; None: 0
-    p_ptr,  # [B * T, HO, C] float32: P; None without dO
-    b_ptr,  # [B * T, HV, C] float32: B; None without beta
+    p_ptr,  # [B * T, HO, C] float32: P; None without dO, as q_in_ptr
+    b_ptr,  # [B * T, HV, C] float32: B; None without beta, as the next
+    beta32_ptr,  # [B * T, HV] float32: beta
+    k_in_ptr,  # [B * T, HV, K] float32: e^γ ∘ K
+    k_out_ptr,  # [B * T, HV, K] float32: e^(γ_C−γ) ∘ K
+    q_in_ptr,  # [B * T, HO, K] float32: s e^γ ∘ Q
+    decay_ptr,  # [B * T // C + N, HV, K] float32: e^γ_C
     r_q_ptr,  # [B * T, HQ] float32: inverse lengths of queries; None without norm
     r_k_ptr,  # [B * T, HK] float32: of keys
     dv_ptr,  # [B, T, HV, V]: zeros for tokens after the last sequence, as the next two
@@ -187,6 +182,23 @@ def backward_key_local_kernel(
         r_k = inverse_lengths(k)
         if head_v % (HV // HK) == 0:
             tl.store(r_k_ptr + token * HK + head_k, r_k, mask=rows)
+    g = log2_gates(
+        g_ptr, A_log_ptr, dt_bias_ptr, head_v, offs_c[:, None], stride_g_t, offs_k[None, :], left, K
+    )
+    slot = (batch * T + t) // KEY_C + seq
+    at = decay_ptr + (slot * HV + head_v) * K + offs_k
+    tl.store(at, tl.exp2(tl.sum(g, axis=0)), mask=offs_k < K)
+    decay = tl.exp2(tl.cumsum(g, axis=0))
+    mask_k = rows[:, None] & (offs_k < K)[None, :]
+    at = (token * HV + head_v)[:, None] * K + offs_k[None, :]
+    k_hat = k * r_k[:, None]
+    tl.store(k_in_ptr + at, k_hat * decay, mask=mask_k)
+    # the decays after each token, one row further down
+    g = log2_gates(
+        g_ptr, A_log_ptr, dt_bias_ptr, head_v, offs_c[:, None] + 1, stride_g_t, offs_k[None, :],
+        left, K,
+    )  # fmt: skip
+    tl.store(k_out_ptr + at, k_hat * tl.exp2(tl.cumsum(g, axis=0, reverse=True)), mask=mask_k)
     lower = offs_c[:, None] >= offs_c[None, :]
     for reader in tl.static_range(READERS):
         head_o = head_v * READERS + reader
@@ -207,9 +219,12 @@ def backward_key_local_kernel(
             p = tl.where(lower, qk * (r_q * scale)[:, None] * r_k[None, :], 0.0)
             at = p_ptr + (token * HO + head_o)[:, None] * KEY_C + offs_c[None, :]
             tl.store(at, p, mask=rows[:, None])
+            at = (token * HO + head_o)[:, None] * K + offs_k[None, :]
+            tl.store(q_in_ptr + at, q * decay * (r_q * scale)[:, None], mask=mask_k)
         if reader == 0 and b_ptr is not None:
             beta_ptr += batch * stride_beta_b + t * stride_beta_t + head_v * stride_beta_h
             beta = load_beta(beta_ptr, A_log_ptr, beta_scale, offs_c, stride_beta_t, left)
+            tl.store(beta32_ptr + token * HV + head_v, beta, mask=rows)
             strict = offs_c[:, None] > offs_c[None, :]
             kk = tl.where(strict, kk * r_k[:, None] * r_k[None, :], 0.0)
             at = b_ptr + (token * HV + head_v)[:, None] * KEY_C + offs_c[None, :]
