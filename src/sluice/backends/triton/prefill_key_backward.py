@@ -32,6 +32,7 @@ SUMS = Kernel(_FOLDER + "backward_key_gradients", "backward_key_sums_kernel")
 C = 16  # tokens per chunk
 STAGES = 2
 USUAL = Config(num_warps=4, fp_fusion=True)
+PAIRS_BLOCK_V = 16
 
 
 def launches(p: DeltaBackwardSpec) -> Launches:
@@ -40,6 +41,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
     tokens, slots = p.B * p.T, p.B * p.T // C + p.N
     units = units_of(p, C, tail=True)
     wide = p.K > 128
+    config = USUAL._replace(num_warps=8) if wide else USUAL  # of tiles with all keys
     BLOCK_K = max(16, configs.power_of_two(p.K))
     columns = max(16, configs.power_of_two(p.V))
     block = min(16 if wide else 32, columns)
@@ -107,7 +109,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
         call(
             LOCAL,
             units * p.HV,
-            USUAL,
+            config,
             **queries,
             **keys,
             **gates,
@@ -132,7 +134,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
         call(
             STATES,
             p.N * p.HV * configs.blocks(p.V, block),
-            USUAL,
+            config,
             **sizes,
             **walk,
             v_ptr=memory["v"],
@@ -144,7 +146,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
         call(
             WALK,
             p.N * p.HV * configs.blocks(p.V, block),
-            USUAL,
+            config,
             **sizes,
             **walk,
             do_ptr=memory["do"],
@@ -180,8 +182,8 @@ def launches(p: DeltaBackwardSpec) -> Launches:
             HQ=p.HQ,
             V=p.V,
             BLOCK_K=BLOCK_K,
-            BLOCK_V=block,
-            STAGES=1,
+            BLOCK_V=PAIRS_BLOCK_V,
+            STAGES=STAGES,
         ),
         call(
             CHANNELS,
