@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sluice.backends.triton import configs
+from sluice.backends.triton import configs, gpu
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, kernel_call
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
@@ -30,7 +30,6 @@ FOLD = Kernel(_FOLDER + "backward_key_gradients", "backward_key_fold_kernel")
 SUMS = Kernel(_FOLDER + "backward_key_gradients", "backward_key_sums_kernel")
 
 C = 16  # tokens per chunk
-STAGES = 2
 USUAL = Config(num_warps=4, fp_fusion=True)
 PAIRS_BLOCK_V = 16
 
@@ -45,6 +44,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
     BLOCK_K = max(16, configs.power_of_two(p.K))
     columns = max(16, configs.power_of_two(p.V))
     block = min(16 if wide else 32, columns)
+    stages = 2 if gpu.shared_memory(p.device) >= 96 << 10 else 1
 
     def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
         return memory.scratch(name, *shape, dtype=dtype) if wanted else None
@@ -92,7 +92,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
         "V": p.V,
         "BLOCK_K": BLOCK_K,
         "BLOCK_V": block,
-        "STAGES": STAGES,
+        "STAGES": stages,
         "STATE_KV": p.state_layout == "kv",
     }
     if delta:
@@ -183,7 +183,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
             V=p.V,
             BLOCK_K=BLOCK_K,
             BLOCK_V=PAIRS_BLOCK_V,
-            STAGES=STAGES,
+            STAGES=stages,
         ),
         call(
             CHANNELS,

@@ -14,7 +14,7 @@ on of what was written before it.
 Both gradients are left per value head, in float32, and one more kernel sums the heads that share a
 query or a key, in order, and goes back through the l2 norm.
 """
-# ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
+# ruff: noqa: RUF005 (Triton has no tuple unpacking)
 
 from __future__ import annotations
 
