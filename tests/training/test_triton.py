@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sluice
 from sluice import calls
 from sluice.backends.triton import prefill_backward
 from sluice.testing import gradients as exact
@@ -153,3 +154,17 @@ def test_the_same_bits_each_time(call):
     again = backward_of(leaves, options, do, dfinal)
     for name, x in first.items():
         assert_same_bits(again[name], x, name)
+
+
+def test_decays_per_key_may_have_gaps():
+    """Kernels read the decays of a token as a row; a view of another layout is no row."""
+    leaves, options = KEYS[0].make(torch.float32)
+    given = {name: x.detach().to(DEVICE) for name, x in leaves.items()}
+    g = given.pop("g")
+    made = []
+    for x in (g, g.transpose(2, 3).contiguous().transpose(2, 3)):
+        x = x.detach().requires_grad_()
+        o, final = sluice.prefill(g=x, **given, **options, backend="triton")
+        made.append([o, *torch.autograd.grad(o.sum() + final.sum(), x)])
+    for plain, gaps in zip(*made, strict=True):
+        assert_same_bits(gaps, plain, "of g with gaps")

@@ -70,7 +70,7 @@ def launches(p: DeltaBackwardSpec) -> Launches:
 
     sizes = {"cu_seqlens_ptr": memory.dense("cu_seqlens"), "T": p.T, "HV": p.HV, "K": p.K}
     gate = {
-        "g_ptr": memory["g"],
+        "g_ptr": memory.rows("g"),
         "A_log_ptr": memory.dense("A_log"),
         "dt_bias_ptr": memory.dense("dt_bias"),
         **memory.strides("g", "bth"),
