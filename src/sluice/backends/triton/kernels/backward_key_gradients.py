@@ -35,6 +35,10 @@ from sluice.backends.triton.kernels.prefill_key import exact_dot
 from sluice.backends.triton.kernels.work_units import unit_span
 
 
+READ = tl.constexpr(4)
+"""Tokens of a chunk whose reads share their code: fewer are faster, and take longer to compile."""
+
+
 @triton.jit
 def load_columns(ptr, offs_v, offs_k, K: tl.constexpr, V: tl.constexpr):
     """Rows ``offs_v`` of a stored state [V, K], in float32."""
@@ -231,72 +235,81 @@ def backward_key_channels_kernel(
     slot = token // KEY_C + seq
     whole = tl.load(whole_ptr + (slot * HV + head_v) * K + offs_k, mask=some, other=0.0)
     keys = ()
-    spans = ()  # of each earlier token: the log2 decays after it, up to token i
+    spans = ()  # of each token before i: the log2 decays after it, up to i
     dk = ()
     dg = ()
     before = zero  # what the writes of earlier tokens ask of decays
-    for i in tl.static_range(KEY_C):
-        # reader i
-        g = log2_gates(g_ptr, A_log_ptr, dt_bias_ptr, head_v, i, stride_g_t, offs_k, left, K)
-        k = load_by(k_ptr, i, stride_k_t, offs_k, left, K)
-        if r_k_ptr is not None:
-            k *= tl.load(r_k_ptr + (token + i) * HK + head_k, mask=i < left, other=0.0)
-        write = load_by(write_ptr + in_k, i, HV * K, offs_k, left, K)
-        read = zero
-        if h_ptr is not None:
-            read = load_by(read_k_ptr + in_k, i, HV * K, offs_k, left, K)
-        run = read * k  # what this token's reads ask of decays
-        own = read + write
-        queries = ()
-        dq = ()
-        for reader in tl.static_range(READERS):
-            if n_ptr is not None:
-                head_q = (head_v * READERS + reader) * HQ // HO
-                of_output = token * HO + head_v * READERS + reader
-                q = load_by(q_ptr + head_q * stride_q_h, i, stride_q_t, offs_k, left, K)
-                if r_q_ptr is not None:
-                    q *= tl.load(r_q_ptr + (token + i) * HQ + head_q, mask=i < left, other=0.0)
-                read = load_by(read_q_ptr + of_output * K, i, HO * K, offs_k, left, K)
-                n = tl.load(n_ptr + (of_output + i * HO) * KEY_C + i, mask=i < left, other=0.0)
-                run += read * q
-                own += n * q
-                dq = dq + (read + n * k,)
-                queries = queries + (q,)
-        # writers j
-        longer = ()
-        dk_more = ()
-        dg_more = ()
-        for j in tl.static_range(i):
-            span = spans[j] + g
-            fade = tl.exp2(span)
-            key = keys[j] * fade
-            by = zero
+    for block in tl.static_range(KEY_C // READ):
+        for _ in tl.static_range(READ):
+            keys = keys + (zero,)
+            spans = spans + (zero,)
+            dk = dk + (zero,)
+            dg = dg + (zero,)
+        for i in range(block * READ, tl.minimum(left, (block + 1) * READ)):
+            # token i reads
+            g = log2_gates(g_ptr, A_log_ptr, dt_bias_ptr, head_v, i, stride_g_t, offs_k, left, K)
+            k = load_by(k_ptr, i, stride_k_t, offs_k, left, K)
+            if r_k_ptr is not None:
+                k *= tl.load(r_k_ptr + (token + i) * HK + head_k)
+            write = load_by(write_ptr + in_k, i, HV * K, offs_k, left, K)
+            read = zero
             if h_ptr is not None:
-                h_at = h_ptr + (token * HV + head_v + i * HV) * KEY_C + j
-                h = tl.load(h_at, mask=i < left, other=0.0)
-                by = h * k
-                own += h * key
-            dq_more = ()
+                read = load_by(read_k_ptr + in_k, i, HV * K, offs_k, left, K)
+            own = read + write
+            run = read * k  # what its reads ask of decays
+            queries = ()
+            dq = ()
             for reader in tl.static_range(READERS):
                 if n_ptr is not None:
+                    head_q = (head_v * READERS + reader) * HQ // HO
                     of_output = token * HO + head_v * READERS + reader
-                    n = tl.load(n_ptr + (of_output + i * HO) * KEY_C + j, mask=i < left, other=0.0)
-                    by += n * queries[reader]
-                    dq_more = dq_more + (dq[reader] + n * key,)
-            dq = dq_more
-            dg_more = dg_more + (dg[j] + run,)
-            run += by * key
-            longer = longer + (span,)
-            dk_more = dk_more + (dk[j] + by * fade,)
-        if n_ptr is not None:
-            for reader in tl.static_range(READERS):
-                at = read_q_ptr + (token * HO + head_v * READERS + reader + i * HO) * K + offs_k
-                tl.store(at, dq[reader], mask=some & (i < left))
-        spans = longer + (zero,)
-        dk = dk_more + (own,)
-        dg = dg_more + (whole + before + run,)
-        keys = keys + (k,)
-        before += write * k
+                    q = load_by(q_ptr + head_q * stride_q_h, i, stride_q_t, offs_k, left, K)
+                    if r_q_ptr is not None:
+                        q *= tl.load(r_q_ptr + (token + i) * HQ + head_q)
+                    read_q = load_by(read_q_ptr + of_output * K, i, HO * K, offs_k, left, K)
+                    run += read_q * q
+                    queries = queries + (q,)
+                    dq = dq + (read_q,)
+            # what token j wrote; N and H are zero where j is after i
+            keys_more = ()
+            spans_more = ()
+            dk_more = ()
+            dg_more = ()
+            for j in tl.static_range((block + 1) * READ):
+                span = tl.where(j < i, spans[j] + g, 0.0)
+                fade = tl.exp2(span)
+                key = tl.where(j == i, k, keys[j])
+                faded = key * fade
+                by = zero
+                if h_ptr is not None:
+                    h = tl.load(h_ptr + ((token + i) * HV + head_v) * KEY_C + j)
+                    by = h * k
+                    own += h * faded
+                dq_more = ()
+                for reader in tl.static_range(READERS):
+                    if n_ptr is not None:
+                        of_output = (token + i) * HO + head_v * READERS + reader
+                        n = tl.load(n_ptr + of_output * KEY_C + j)
+                        by += n * queries[reader]
+                        dq_more = dq_more + (dq[reader] + n * faded,)
+                dq = dq_more
+                first = tl.where(j == i, whole + before, dg[j])
+                dg_more = dg_more + (tl.where(j <= i, first + run, 0.0),)
+                run += by * faded
+                keys_more = keys_more + (key,)
+                spans_more = spans_more + (span,)
+                dk_more = dk_more + (dk[j] + by * fade,)
+            if n_ptr is not None:
+                for reader in tl.static_range(READERS):
+                    at = read_q_ptr + ((token + i) * HO + head_v * READERS + reader) * K + offs_k
+                    tl.store(at, dq[reader], mask=some)
+            dk = ()
+            for j in tl.static_range((block + 1) * READ):
+                dk = dk + (dk_more[j] + tl.where(j == i, own, 0.0),)
+            keys = keys_more
+            spans = spans_more
+            dg = dg_more
+            before += write * k
     by_rate = zero
     by_bias = zero
     for i in tl.static_range(KEY_C):
