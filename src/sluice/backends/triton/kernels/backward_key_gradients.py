@@ -34,7 +34,6 @@ from sluice.backends.triton.kernels.math import LOG2_E, begin, sigmoid
 from sluice.backends.triton.kernels.prefill_key import exact_dot
 from sluice.backends.triton.kernels.work_units import unit_span
 
-
 READ = tl.constexpr(4)
 """Tokens of a chunk whose reads share their code: fewer are faster, and take longer to compile."""
 
