@@ -27,7 +27,16 @@ from tests.gpu.cross import (
 )
 from tests.training import layer_calls
 from tests.training.calls import Call
-from tests.training.triton_calls import HARD, KINDS, SPLIT, WIDE, WIDE_SPLIT
+from tests.training.triton_calls import (
+    HARD,
+    HARD_KEYS,
+    KEYS,
+    KINDS,
+    SPLIT,
+    WIDE,
+    WIDE_KEYS,
+    WIDE_SPLIT,
+)
 
 pytestmark = [
     pytest.mark.skipif(interpreted(), reason="the interpreter does not compile"),
@@ -43,6 +52,7 @@ SPILLS = {
 }
 """Bytes of stack per thread on Hopper, 32 where a kernel is not named."""
 USUAL = Call("usual", B=1, T=2048, K=128, V=128)
+PER_KEY = USUAL.of(name="per key", decay="key")
 
 
 def prefill(call: Call, dtype: torch.dtype) -> tuple[Any, None, Any]:
@@ -52,8 +62,9 @@ def prefill(call: Call, dtype: torch.dtype) -> tuple[Any, None, Any]:
 
 def every() -> Iterator[tuple[str, Callable[[], Any]]]:
     """What tests/training runs on a GPU, by name."""
-    half = [KINDS[0], KINDS[4], KINDS[5], *HARD, *WIDE]
-    of_dtype = {FLOAT32: [*KINDS, *HARD, *WIDE[:3]], BFLOAT16: half, FLOAT16: WIDE}
+    half = [KINDS[0], KINDS[4], KINDS[5], *HARD, *KEYS[:2], *HARD_KEYS, *WIDE, *WIDE_KEYS]
+    exact = [*KINDS, *HARD, *KEYS, *HARD_KEYS, *WIDE[:3], *WIDE_KEYS]
+    of_dtype = {FLOAT32: exact, BFLOAT16: half, FLOAT16: [*WIDE, *WIDE_KEYS]}
     for dtype, calls in of_dtype.items():
         for call in calls:
             yield f"{call}, {dtype}", partial(prefill, call, dtype)
@@ -108,9 +119,10 @@ def test_every_kernel_of_the_tests_compiles_and_fits(call):
         assert used.shared <= 1024 * SHARED["sm_90"], f"{launch.kernel.name}: {used}"
 
 
+@pytest.mark.parametrize("call", [USUAL, PER_KEY], ids=str)
 @pytest.mark.parametrize("target", ["sm_90", "sm_89"])
-def test_the_kernels_fit(target):
-    for launch in launches(target, partial(prefill, USUAL, BFLOAT16)):
+def test_the_kernels_fit(target, call):
+    for launch in launches(target, partial(prefill, call, BFLOAT16)):
         used, kernel = resources(compile_for(launch, target)), launch.kernel.name
         assert used.shared <= 1024 * SHARED[target], f"{kernel}: {used}"
         if target == "sm_90":
@@ -130,3 +142,14 @@ def test_no_operand_is_the_transpose_of_what_a_product_made():
             assert not turned.search(code), launch.kernel.name
             assert "#ttg.linear" not in code, launch.kernel.name
             assert launch.options["num_warps"] == 4, launch.kernel.name
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_no_product_with_decay_per_key_needs_more_than_a_warp(target):
+    """Few rows keep these kernels clear of what compilers do to the larger products."""
+    code = []
+    for launch in launches(target, partial(prefill, PER_KEY, BFLOAT16)):
+        if "channels" not in launch.kernel.name:  # has no products, and takes long to compile
+            code.append(compile_for(launch, target).asm["ptx"])
+    assert any("mma.sync" in x for x in code)
+    assert not any("wgmma" in x or "tcgen05" in x for x in code)

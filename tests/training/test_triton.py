@@ -18,7 +18,17 @@ from sluice.testing import gradients as exact
 from sluice.testing.compare import assert_same_bits, assert_within
 from tests.suite import DEVICE, backends
 from tests.training.calls import FLOAT32, HALF
-from tests.training.triton_calls import HARD, KINDS, SMALL, SPLIT, WIDE, WIDE_SPLIT
+from tests.training.triton_calls import (
+    HARD,
+    HARD_KEYS,
+    KEYS,
+    KINDS,
+    SMALL,
+    SPLIT,
+    WIDE,
+    WIDE_KEYS,
+    WIDE_SPLIT,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning"),
@@ -85,15 +95,25 @@ def test_gradients_in_16_bits(call):
     check(call, half())
 
 
+@pytest.mark.parametrize("call", [*KEYS, *HARD_KEYS], ids=str)
+def test_gradients_with_decay_per_key(call):
+    check(call, torch.float32)
+
+
+@pytest.mark.parametrize("call", [*KEYS[:2], *HARD_KEYS], ids=str)
+def test_gradients_with_decay_per_key_in_16_bits(call):
+    check(call, half())
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("call", WIDE, ids=str)
+@pytest.mark.parametrize("call", [*WIDE, *WIDE_KEYS], ids=str)
 def test_gradients_of_wide_heads(call, dtype):
     check(call, dtype)
 
 
 @needs_gpu
-@pytest.mark.parametrize("call", WIDE[:3], ids=str)
+@pytest.mark.parametrize("call", [*WIDE[:3], *WIDE_KEYS], ids=str)
 def test_gradients_of_wide_float32_heads(call):
     check(call, torch.float32)
 
@@ -127,15 +147,24 @@ def test_gradients_of_split_sequences_of_wide_heads(call, split):
     check(call, half())
 
 
-def test_the_same_bits_each_time():
-    leaves, options, _, do, dfinal = drawn(SMALL.of(T=130), half())
+@pytest.mark.parametrize("call", [SMALL.of(T=130), KEYS[1]], ids=str)
+def test_the_same_bits_each_time(call):
+    leaves, options, _, do, dfinal = drawn(call, half())
     first = backward_of(leaves, options, do, dfinal)
     again = backward_of(leaves, options, do, dfinal)
     for name, x in first.items():
         assert_same_bits(again[name], x, name)
 
 
-def test_decay_per_key_is_left_to_another_backend():
-    leaves, options, _, do, dfinal = drawn(SMALL.of(decay="key", T=9), torch.float32)
-    with pytest.raises(sluice.BackendError, match="one decay per head"):
-        backward_of(leaves, options, do, dfinal)
+def test_decays_per_key_may_have_gaps():
+    """Kernels read the decays of a token as a row; a view of another layout is no row."""
+    leaves, options = KEYS[0].make(torch.float32)
+    given = {name: x.detach().to(DEVICE) for name, x in leaves.items()}
+    g = given.pop("g")
+    made = []
+    for x in (g, g.transpose(2, 3).contiguous().transpose(2, 3)):
+        x = x.detach().requires_grad_()
+        o, final = sluice.prefill(g=x, **given, **options, backend="triton")
+        made.append([o, *torch.autograd.grad(o.sum() + final.sum(), x)])
+    for plain, gaps in zip(*made, strict=True):
+        assert_same_bits(gaps, plain, "of g with gaps")

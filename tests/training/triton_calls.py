@@ -27,6 +27,34 @@ HARD = [
         ("random", 0.1, "zero"),
     )
 ]
+KEY = SMALL.of(name="per key", decay="key", T=17)
+KEYS = [
+    KEY,
+    KEY.of(name="per key, raw, packed", lengths=(5, 0, 16, 1, 33), raw=True),
+    KEY.of(name="per key, gated", delta=False),
+    KEY.of(name="per key, raw, two rows", raw=True, neg_eigval=True, B=2, HV=1),
+    KEY.of(name="per key, many queries", HQ=4),
+    KEY.of(name="per key, one query", HK=2),
+    KEY.of(name="per key, no state, no norm", state=False, normalize=False, scale=0.3),
+    KEY.of(name="per key, kv", layout="kv", V=16, HK=2, HQ=2),
+    KEY.of(name="per key, wide", K=200, V=136, HV=1),
+    *[KEY.of(name=f"per key, {T} tokens", T=T, HV=1) for T in (1, 15, 16, 65)],
+]
+"""Chunks have 16 tokens."""
+LONGER_KEY = KEY.of(T=50, HV=1)
+HARD_KEYS = [
+    LONGER_KEY.of(
+        name=f"per key, {keys}, decay {rate}, beta {beta}", keys=keys, rate=rate, beta=beta
+    )
+    for keys, rate, beta in (
+        ("random", 20.0, "random"),
+        ("correlated", 0.001, "one"),
+        ("repeated", 0.0, "one"),
+        ("identical", 0.0, "one"),
+        ("identical", 1.0, "random"),
+        ("random", 0.1, "zero"),
+    )
+]
 WIDE = [
     Call("128", B=1, T=200, K=128, V=128),
     Call("64", B=1, T=200, K=64, V=64, raw=True),
@@ -34,6 +62,13 @@ WIDE = [
     Call("128, repeated", B=1, T=130, K=128, V=128, keys="repeated", rate=0.0, beta="one"),
     Call("128, correlated", B=1, T=200, K=128, V=128, keys="correlated", rate=0.01),
     Call("256", B=1, T=70, HV=2, K=256, V=256),
+]
+WIDE_KEYS = [
+    Call("per key, 128", B=1, T=200, K=128, V=128, decay="key"),
+    Call("per key, 64, raw, packed", lengths=(5, 0, 64, 1, 130), K=64, V=64, decay="key", raw=True),
+    Call("per key, 128, decay 20", B=1, T=130, K=128, V=128, decay="key", rate=20.0),
+    Call("per key, 128, identical", T=130, K=128, V=128, decay="key", keys="identical", rate=0.0),
+    Call("per key, 256", B=1, T=70, HV=2, K=256, V=256, decay="key"),
 ]
 SPLIT = [
     SMALL.of(name="split", T=200, B=2),

@@ -95,6 +95,12 @@ class Binding:
             self.metas[name] = meta.new_empty(*meta.shape)
         return self[name]
 
+    def rows(self, name: str) -> Pointer | None:
+        """The same where only the last dimension is read with stride 1."""
+        meta = self.metas[name]
+        gaps = meta is not None and meta.shape[-1] > 1 and meta.strides[-1] != 1
+        return self.dense(name) if gaps else self[name]
+
     def strides(self, name: str, dims: str, prefix: str | None = None) -> dict[str, int]:
         """``stride_<name>_<d>`` for the leading dimensions of a tensor; 0 where there is none.
 

@@ -14,7 +14,7 @@ DECODE = Kernel("sluice.backends.triton.kernels.decode", "decode_kernel")
 def launches(spec: DeltaSpec) -> Launches:
     """The kernel of ``decode``, and of ``verify``, which writes a draft instead of the state."""
     memory, p = Binding(spec), spec
-    g = memory.dense("g") if p.decay == "key" and p.g.strides[3] != 1 else memory["g"]
+    g = memory.rows("g") if p.decay == "key" else memory["g"]
     tokens = 2 if p.varlen else p.T
     verify = isinstance(p, VerifySpec)
     buffered = isinstance(p, VerifySpec) and p.buffered

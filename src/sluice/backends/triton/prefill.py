@@ -164,7 +164,7 @@ def per_key_launches(spec: DeltaSpec) -> Launches:
         q_ptr=memory["q"],
         k_ptr=memory["k"],
         v_ptr=memory["v"],
-        g_ptr=memory["g"],
+        g_ptr=memory.rows("g"),
         beta_ptr=memory["beta"],
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sluice.backends.triton import configs, gpu
+from sluice.backends.triton import configs, gpu, prefill_key_backward
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, kernel_call
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
@@ -193,6 +193,8 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
 
 def launches(spec: DeltaBackwardSpec) -> Launches:
     """The kernels of ``prefill_backward``."""
+    if spec.decay == "key":
+        return prefill_key_backward.launches(spec)
     return planned_launches(spec, plan_of(spec))
 
 
@@ -201,10 +203,8 @@ FLOAT32_MEMORY = {64: 96 << 10, 128: 160 << 10, 256: 288 << 10}
 
 
 def refuse(spec: DeltaBackwardSpec) -> str | None:
-    """Decay per key, and float32 keys that do not fit into shared memory."""
-    if spec.decay == "key":
-        return "the backward kernels have one decay per head, not one per key"
-    if spec.dtype == torch.float32:
+    """With one decay per head or none: float32 keys that do not fit into shared memory."""
+    if spec.dtype == torch.float32 and spec.decay != "key":
         needed = FLOAT32_MEMORY[max(64, configs.power_of_two(spec.K))]
         if needed > gpu.shared_memory(spec.device):
             return f"float32 keys of {spec.K} need {needed >> 10} kB of shared memory in backward"
