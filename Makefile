@@ -33,7 +33,7 @@ RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpco
 # the oldest releases that pyproject.toml allows, tried together by test-oldest, and what they serve:
 # no names of newer Tritons, no Scan in onnx 1.18's own evaluator
 OLDEST        := torch==2.9.0 triton==3.5.0 numba==0.60.0 transformers==5.0.0 onnx==1.18.0 \
-  onnxruntime==1.29.0 onnxscript==0.7.0
+  onnxruntime==1.29.0 onnxscript==0.7.0 safetensors==0.4.3
 # torch for a CPU alone, about 200 MB, comes from PyTorch's own index. Where that cannot be reached, pip
 # takes the package index's build: with CUDA, about 3 GB, since torch does not start without those libraries
 OLDEST_TORCH  ?= --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
@@ -247,7 +247,7 @@ $(VENV)-oldest/.stamp: pyproject.toml
 	@echo "creating $(VENV)-oldest: $(OLDEST) ..."
 	@$(PYTHON) -m venv --clear $(VENV)-oldest
 	@$(PIP_OLDEST) --no-deps $(OLDEST_TORCH) $(filter torch==%,$(OLDEST))
-	@$(PIP_OLDEST) 'setuptools>=77' pytest pytest-xdist hypothesis safetensors $(OLDEST)
+	@$(PIP_OLDEST) 'setuptools>=77' pytest pytest-xdist hypothesis $(OLDEST)
 	@$(PIP_OLDEST) --no-deps --no-build-isolation --editable .
 	@touch $@
 
