@@ -12,7 +12,7 @@ import torch
 from sluice import dispatch
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.names import StateLayout
-from sluice.layers.qwen import QwenShape, preset
+from sluice.layers.qwen import QwenShape, named
 from sluice.model_calls import Kinds, ModelCall, ModelCalls
 
 Models = str | QwenShape | Sequence[str | QwenShape]
@@ -146,7 +146,7 @@ def forms(
     if isinstance(models, (str, QwenShape)):
         models = (models,)
     for model in models:
-        shape = preset(model, tp) if isinstance(model, str) else model
+        shape = named("warmup", "models", model).shard(tp) if isinstance(model, str) else model
         yield from _forms(ModelCalls(shape, kinds), device)
         if drafts > 0:
             yield from _draft_forms(ModelCalls(shape, kinds), drafts)
