@@ -1,7 +1,8 @@
 """What this backend uses of Numba that Numba does not promise, each with what happens without it.
 
-Every case of the contract passes with Numba 0.68.1 (``make test``) and 0.60.0 (``make
-test-oldest``); with 0.64.0 those of ``decode``, convolution, norm and ``step`` were tried, and pass.
+Every case of the contract passes with Numba 0.68.1 (``make test``) and with 0.60.0 (``make
+test-oldest``). With 0.64.0 those of ``decode``, convolution, norm and ``step`` were tried: they
+pass.
 ``tests/test_cpu_numba_private.py`` fails if one of them is gone.
 
 - ``lower``: types a C callback and the functions that it calls, and writes them as LLVM IR. Numba
