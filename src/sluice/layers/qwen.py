@@ -221,6 +221,8 @@ def preset(name: str, tp: int = 1) -> QwenShape:
 
 def named(op: str, argument: str, name: str) -> QwenShape:
     """``preset(name)`` for an argument of another function, which the error names."""
+    if not isinstance(name, str):
+        raise ContractError(op, argument, "a model's name", repr(name))
     names = {_key(known): known for known in (*PRESETS, *ALIASES)}
     known = names.get(_key(name))
     if known is None:
