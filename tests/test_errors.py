@@ -223,7 +223,7 @@ METADATA: Table = {
         (_delta(T=9), "q | at most 8 tokens | T=9"),
         ({"state": _expanded}, "state | stride(0) >= 192 | 0"),
         ({"v": lambda v: v[..., 0]}, "v | 4 dimensions | shape [2, 2, 4]"),
-        ({"slots": _index(0, 1).bool()}, "slots | int32, int64 | torch.bool"),
+        ({"slots": _index(0, 1).bool()}, "slots | int32 or int64 | torch.bool"),
         ({"dt_bias": _floats(HV)}, "dt_bias | A_log beside it | A_log=None"),
     ],
     "verify": [
@@ -238,7 +238,7 @@ METADATA: Table = {
     ],
     "commit": [
         ({"num_accepted": _index(1)}, "num_accepted | shape [2] | shape [1]"),
-        ({"num_accepted": _floats(2)}, "num_accepted | int32, int64 | torch.float32"),
+        ({"num_accepted": _floats(2)}, "num_accepted | int32 or int64 | torch.float32"),
         ({"num_accepted": 2}, "num_accepted | a tensor | int"),
         ({"draft": _with(state=_cut)}, "state | [any, 4, 6, 8] | [7, 4, 6, 7]"),
         ({"draft": _with(conv_state=lambda s: s[:4])}, "conv_state | 7 slots | 4"),
