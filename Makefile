@@ -33,7 +33,10 @@ RELEASE_NEEDS := huggingface-hub==1.33.0 tokenizers==0.22.2 httpx==0.28.1 httpco
 # the oldest releases that pyproject.toml allows, tried together by test-oldest, and what they serve:
 # no names of newer Tritons, no Scan in onnx 1.18's own evaluator
 OLDEST        := torch==2.9.0 triton==3.5.0 numba==0.60.0 transformers==5.0.0 onnx==1.18.0 \
-  onnxruntime==1.29.0 onnxscript==0.7.0
+  onnxruntime==1.29.0 onnxscript==0.7.0 safetensors==0.4.3
+# torch for a CPU alone, about 200 MB, comes from PyTorch's own index. Where that cannot be reached, pip
+# takes the package index's build: with CUDA, about 3 GB, since torch does not start without those libraries
+OLDEST_TORCH  ?= --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 OLDEST_TESTS  := tests/test_private.py tests/test_cpu_numba_private.py tests/test_dispatch.py \
   tests/test_errors.py tests/test_contract.py tests/state_pool \
   tests/layers/test_drafts.py tests/layers/test_paths.py \
@@ -48,6 +51,7 @@ PY  := $(VENV)/bin/python
 # no bytecode of what nobody imports: an import writes its own
 PIP_ALONE := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 PIP := $(PIP_ALONE) --constraint constraints.txt
+PIP_OLDEST := $(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 # one thread per worker: WORKERS processes already fill the machine
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # a worker that has nothing left takes over from another; --long where `make test-long` asks for it
@@ -242,12 +246,13 @@ $(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
 	@touch $@
 
 $(VENV)-oldest/.stamp: pyproject.toml
-	@echo "creating $(VENV)-oldest: $(OLDEST) (a CUDA build of torch is about 3 GB) ..."
-	@$(PYTHON) -m venv $(VENV)-oldest
-	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77' pytest \
-	  pytest-xdist hypothesis safetensors $(OLDEST)
-	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  --no-build-isolation --editable .
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info[:2] in ((3, 11), (3, 12)) else \
+	  f"the oldest versions need Python 3.11 or 3.12, $(PYTHON) is {v}: make test-oldest PYTHON=python3.11")'
+	@echo "creating $(VENV)-oldest: $(OLDEST) ..."
+	@$(PYTHON) -m venv --clear $(VENV)-oldest
+	@$(PIP_OLDEST) --no-deps $(OLDEST_TORCH) $(filter torch==%,$(OLDEST))
+	@$(PIP_OLDEST) 'setuptools>=77' pytest pytest-xdist hypothesis $(OLDEST)
+	@$(PIP_OLDEST) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/transformers-%/.stamp: $(VENV)/.dev-stamp

@@ -463,14 +463,14 @@ def growth() -> None:
         call = on_cpu("prefill", *x, state=states(1), out=x[2].clone())
         more = megabytes_more(call)  # of a first call: later ones find the scratch memory there
         each = medians({"t": launch_of(call)}, 5)["t"] / T
-        print(f"prefill T={T:<6} {each:.2f} us a token, {more:.1f} MB more memory")
+        print(f"prefill T={T:<6} {each:.2f} us per token, {more:.1f} MB more memory")
     for N in (8, 16, 32, 64, 128):
         x = tokens(N, 1)
         call = on_cpu("decode", *x, state=states(N), out=x[2].clone())
         more = megabytes_more(call)
         sides = {"floor": floor(torch.ones(N, HV, WIDTH, WIDTH)), "decode": launch_of(call)}
         each = {name: f"{t / N:.1f}" for name, t in medians(sides, 7).items()}
-        print(f"decode N={N:<4} us a sequence: {each}, {more:.1f} MB more memory")
+        print(f"decode N={N:<4} us per sequence: {each}, {more:.1f} MB more memory")
 
 
 START = """

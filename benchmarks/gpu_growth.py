@@ -1,4 +1,4 @@
-"""Prefill from 8 thousand to a million tokens: time a token, and memory beside the inputs.
+"""Prefill from 8 thousand to a million tokens: time per token, and memory beside the inputs.
 
     PYTHONPATH=src python benchmarks/gpu_growth.py                        # a GPU: under 40 seconds
     PYTHONPATH=src python benchmarks/gpu_growth.py --device cpu --lengths 256,1024 --tail 128

@@ -41,7 +41,7 @@ MILLION = 1 << 20
 
 
 class Figures(NamedTuple):
-    """Measured microseconds of one rank's work, for ``tokens`` tokens a rank."""
+    """Measured microseconds of one rank's work, for ``tokens`` tokens per rank."""
 
     tokens: int
     begin: float  # the slower of the first rank and a middle one, before the exchange
@@ -137,7 +137,7 @@ def exchanges(device: str) -> None:
     costs = ", ".join(
         f"{name} {1e6 * c.seconds / c.calls:.0f}" for name, c in ranks.costs().items()
     )
-    print(f"{dist.get_backend()}, world size 1: every exchange matched; µs a call: {costs}")
+    print(f"{dist.get_backend()}, world size 1: every exchange matched; µs per call: {costs}")
 
 
 # ---------------------------------------------------------------------------------- the segments
@@ -232,7 +232,7 @@ def model(
         f"\nModel, {MILLION:,} tokens, heads {heads[0]}/{heads[1]}, from the nearest "
         f"figures; {wire / 1e9:g} GB/s and {latency:g} µs an exchange"
     )
-    print("| ranks | tokens a rank | received MiB | time µs | speed-up |\n|---|---|---|---|---|")
+    print("| ranks | tokens per rank | received MiB | time µs | speed-up |\n|---|---|---|---|---|")
     print(f"| 1 | {MILLION:,} | - | {one:,.0f} (measured) | 1.0 |")
     for R in (2, 4, 8, 16, 32, 64):
         f = min(figures, key=lambda f, R=R: abs(math.log(f.tokens * R / MILLION)))  # type: ignore[misc]

@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace) -> nn.Module:
-    """Random weights; decays of 0.45 to 0.999 a token, so that the states matter."""
+    """Random weights; decays of 0.45 to 0.999 per token, so that the states matter."""
     from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 

@@ -6,7 +6,9 @@ Importing the package imports torch, which takes seconds.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from typing import Any
 
 
 def main() -> int:
@@ -14,9 +16,13 @@ def main() -> int:
 
     141 where nobody reads the output any more, as in ``sluice doctor | head -1``.
     """
+    handler = signal.getsignal(signal.SIGINT)
     try:
+        if handler is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, _end)
         from sluice.cli import main as command
 
+        signal.signal(signal.SIGINT, handler)
         status = command()
         sys.stdout.flush()
         return status
@@ -27,6 +33,13 @@ def main() -> int:
         # what is still buffered goes nowhere, or Python would complain when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _end(*_: Any) -> None:
+    """End at once: a module that is being imported may catch an exception, and stay half made."""
+    sys.stderr.write("sluice: interrupted\n")
+    sys.stderr.flush()
+    os._exit(130)
 
 
 if __name__ == "__main__":

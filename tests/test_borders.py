@@ -31,7 +31,7 @@ def index(*values: int) -> torch.Tensor:
 def test_the_slot_behind_the_last_is_refused(backend, name):
     state = pool()
     before, given = state.clone(), {"slots": index(1, 2), name: index(1, P)}
-    with pytest.raises(sluice.ContractError, match=rf"{name}\[1\]: expected less than 7 slots"):
+    with pytest.raises(sluice.ContractError, match=rf"{name}\[1\]: expected a slot below 7"):
         sluice.decode(**tokens(2, 1), state=state, backend=backend, **given)
     assert_same_bits(state, before, "state")
     given[name] = index(1, P - 1)

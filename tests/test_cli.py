@@ -181,10 +181,14 @@ def test_mistakes_are_answered_with_what_was_expected(capsys, tmp_path):
         ("warmup", "--model", str(tmp_path)): "expected a directory with config.json",
         ("demo", "--dtype", "int8"): "invalid choice: 'int8'",
         ("dmeo",): "invalid choice: 'dmeo'",
+        ("demo", "--threads", "2"): "sluice demo: error: unrecognized arguments: --threads 2",
+        ("doctor", "now"): "sluice doctor: error: unrecognized arguments: now",
+        ("--fast",): "sluice: error: unrecognized arguments: --fast",
+        ("demo", "--json", str(tmp_path)): "--json: expected a file, got the directory",
         ("doctor", "--device", "mps"): "--device: expected cpu, cuda or cuda:1",
     }
     if not torch.cuda.is_available():
-        cases["demo", "--device", "cuda"] = "expected one of 0 CUDA devices, got 'cuda'"
+        cases["demo", "--device", "cuda"] = "expected cpu: torch sees no CUDA device, got 'cuda'"
     for argv, message in cases.items():
         assert message in refused(capsys, *argv), argv
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
@@ -204,6 +208,21 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(caps
 def test_an_interrupt_while_the_library_is_imported_is_no_traceback(tmp_path):
     """The program is outside the package, whose import takes seconds."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    where = str(Path(sluice.__file__).parents[1])
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {where!r}]\n"
+    code += "import sluice_command; sys.exit(sluice_command.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "sluice: interrupted\n")
+
+
+def test_an_interrupt_that_an_imported_module_catches_still_ends_the_program(tmp_path):
+    """Half imported, it would go on with packages that seem to be broken."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
     where = str(Path(sluice.__file__).parents[1])
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {where!r}]\n"
     code += "import sluice_command; sys.exit(sluice_command.main())"

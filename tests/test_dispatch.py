@@ -378,7 +378,7 @@ def test_values_are_always_checked_on_a_cpu():
 def test_values_on_a_gpu_are_checked_inside_validate_only():
     _bad_slot()
     with sluice.validate():
-        with pytest.raises(sluice.ContractError, match=r"slots\[0\]: expected less than 2 slots"):
+        with pytest.raises(sluice.ContractError, match=r"slots\[0\]: expected a slot below 2"):
             _bad_slot()
         with sluice.validate(False):
             _bad_slot()

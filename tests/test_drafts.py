@@ -336,7 +336,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (_verify, {"buffers": _cut(6, 2)}, "room for 3 tokens"),
     (_verify, {"buffers": _cut(5, T)}, "6 rows, one per slot"),
-    (_verify, {"draft_slots": index(3, 6)}, r"draft_slots\[1\]: expected less than the 6 rows"),
+    (_verify, {"draft_slots": index(3, 6)}, r"draft_slots\[1\]: expected one of the 6 rows"),
     (_verify, {"draft_slots": index(3, 3)}, "draft_slots: expected no row of the buffers twice"),
     (_verify, {"draft_slots": index(3)}, r"draft_slots: expected shape \[2\]"),
     (_verify, {"write_slots": torch.tensor(EACH)}, r"write_slots: expected shape \[2\]"),

@@ -190,7 +190,7 @@ METADATA: Table = {
         ({"state": None}, "slots | state beside it | state=None"),
         ({"slots": _index(1)}, "slots | shape [2] | shape [1]"),
         ({"slots": [3, 1]}, "slots | a tensor | list"),
-        ({"slots": _floats(2)}, "slots | dtype int32, int64 | torch.float32"),
+        ({"slots": _floats(2)}, "slots | dtype int32 or int64 | torch.float32"),
         ({"slots": _meta}, "slots | device cpu | device meta"),
         ({"write_slots": _index(1, 2, 3)}, "write_slots | shape [2] | shape [3]"),
         ({"has_state": _index(0, 1)}, "has_state | dtype bool | torch.int64"),
@@ -223,7 +223,7 @@ METADATA: Table = {
         (_delta(T=9), "q | at most 8 tokens | T=9"),
         ({"state": _expanded}, "state | stride(0) >= 192 | 0"),
         ({"v": lambda v: v[..., 0]}, "v | 4 dimensions | shape [2, 2, 4]"),
-        ({"slots": _index(0, 1).bool()}, "slots | int32, int64 | torch.bool"),
+        ({"slots": _index(0, 1).bool()}, "slots | int32 or int64 | torch.bool"),
         ({"dt_bias": _floats(HV)}, "dt_bias | A_log beside it | A_log=None"),
     ],
     "verify": [
@@ -238,7 +238,7 @@ METADATA: Table = {
     ],
     "commit": [
         ({"num_accepted": _index(1)}, "num_accepted | shape [2] | shape [1]"),
-        ({"num_accepted": _floats(2)}, "num_accepted | int32, int64 | torch.float32"),
+        ({"num_accepted": _floats(2)}, "num_accepted | int32 or int64 | torch.float32"),
         ({"num_accepted": 2}, "num_accepted | a tensor | int"),
         ({"draft": _with(state=_cut)}, "state | [any, 4, 6, 8] | [7, 4, 6, 7]"),
         ({"draft": _with(conv_state=lambda s: s[:4])}, "conv_state | 7 slots | 4"),
@@ -379,9 +379,9 @@ METADATA: Table = {
 
 VALUES: Table = {
     "prefill": [
-        ({"slots": _index(3, 7)}, "slots[1] | less than 7 slots | 7"),
+        ({"slots": _index(3, 7)}, "slots[1] | a slot below 7 | 7"),
         ({"slots": _index(3, 3)}, "slots | no slot twice | 3 in rows 0, 1"),
-        ({"write_slots": _index(0, 9)}, "write_slots[1] | less than 7 slots | 9"),
+        ({"write_slots": _index(0, 9)}, "write_slots[1] | a slot below 7 | 9"),
         ({"write_slots": _index(5, 5)}, "write_slots | no slot twice | 5 in rows 0, 1"),
         ({"write_slots": _index(1, 5)}, "write_slots[0] | row 1 reads 1 | 1"),
         (_packed(1, 4, 10), "cu_seqlens | 0 rising to at most 10 | [1, 4, 10]"),
@@ -396,7 +396,7 @@ VALUES: Table = {
         ({"beta": _spoil(INF)}, "beta | finite values | inf at [0, 0, 1]"),
         ({"A_log": _spoil(NAN)(_floats(HV))}, "A_log | finite values | nan at [1]"),
         ({"checkpoints": _kept([[4], [5]], every=2)}, "checkpoints.slots | 2 columns | 1 columns"),
-        ({"checkpoints": _kept([[4], [7]], every=4)}, "checkpoints.slots[1, 0] | less than 7 | 7"),
+        ({"checkpoints": _kept([[4], [7]], every=4)}, "checkpoints.slots[1, 0] | slot below 7 | 7"),
         ({"checkpoints": _kept([[4], [4]], every=4)}, "checkpoints.slots[1, 0] | nothing else | 4"),
         ({"checkpoints": _kept([[4], [3]], every=4)}, "checkpoints.slots[1, 0] | nothing else | 3"),
         (
@@ -409,7 +409,7 @@ VALUES: Table = {
         ),
     ],
     "decode": [
-        (_packed(0, 1, 4) | {"slots": _index(3, 9)}, "slots[1] | less than 7 | 9"),
+        (_packed(0, 1, 4) | {"slots": _index(3, 9)}, "slots[1] | a slot below 7 | 9"),
         ({"slots": _index(2, 2)}, "slots | no slot twice | 2 in rows 0, 1"),
         (
             {
@@ -421,7 +421,7 @@ VALUES: Table = {
         ),
     ],
     "verify": [
-        ({"slots": _index(3, 7)}, "slots[1] | less than 7 slots | 7"),
+        ({"slots": _index(3, 7)}, "slots[1] | a slot below 7 | 7"),
         ({"beta": _spoil(NAN)}, "beta | finite values | nan"),
     ],
     "commit": [
@@ -433,7 +433,7 @@ VALUES: Table = {
         ),
     ],
     "causal_conv1d": [
-        ({"slots": _index(3, 8)}, "slots[1] | less than 7 slots | 8"),
+        ({"slots": _index(3, 8)}, "slots[1] | a slot below 7 | 8"),
         ({"slots": _index(3, 3)}, "slots | no slot twice | 3 in rows 0, 1"),
         ({"write_slots": _index(1, 3)}, "write_slots[1] | row 0 reads 3 | 3"),
         (_packed_conv(0, 7, 5), "cu_seqlens | 0 rising | [0, 7, 5]"),
@@ -442,10 +442,10 @@ VALUES: Table = {
     "conv_qkv": [
         ({"a": _spoil(NAN)}, "a | finite values | nan at [0, 0, 1]"),
         ({"b": _spoil(INF)}, "b | finite values | inf at [0, 0, 1]"),
-        ({"slots": _index(0, 7)}, "slots[1] | less than 7 slots | 7"),
+        ({"slots": _index(0, 7)}, "slots[1] | a slot below 7 | 7"),
     ],
     "step": [
-        ({"slots": _index(3, 7)}, "slots[1] | less than 7 slots | 7"),
+        ({"slots": _index(3, 7)}, "slots[1] | a slot below 7 | 7"),
         ({"slots": _index(5, 5)}, "slots | no slot twice | 5 in rows 0, 1"),
         ({"ba": _spoil(NAN)}, "b | finite values | nan at [0, 0, 1]"),
         ({"dt_bias": _spoil(INF)}, "dt_bias | finite values | inf at [1]"),

@@ -92,8 +92,11 @@ def test_the_table_of_versions_has_what_is_tested_and_what_is_allowed():
     assert PROJECT["requires-python"] == f">={python[0]}"
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     assert all(f'"{version}"' in workflow for version in stated)
-    for command in (".ci/run", ".ci/oldest", "make wheel"):
-        assert f"run: {command}" in workflow
+    listed = re.split(r"^  (\w+):$", workflow.split("\njobs:\n")[1], flags=re.M)[1:]
+    runs = [re.findall(r"- run: (make \w+|\S+)", steps)[-1] for steps in listed[1::2]]
+    jobs = dict(zip(listed[::2], runs, strict=True))
+    assert jobs == {"test": ".ci/run", "oldest": ".ci/oldest", "wheels": "make wheel"}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(jobs)
 
 
 def _setup():

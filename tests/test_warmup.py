@@ -35,6 +35,22 @@ def test_every_operator_is_covered_and_every_call_is_named_once():
         assert {"decode", "prefill"} <= set(ready)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"models": None}, "models: expected a model's name, got None"),
+        ({"models": ["Qwen3.5-0.8B", 3]}, "models: expected a model's name, got 3"),
+        ({"models": "qwen3.5-35b"}, "models: expected a known model .did you mean"),
+        ({"device": "tpu"}, "device: expected a device, such as 'cpu'"),
+        ({"dtype": "float32"}, "dtype: expected a torch.dtype, got 'float32'"),
+        ({"state_dtype": "float32"}, "state_dtype: expected a torch.dtype, got 'float32'"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(given, message):
+    with pytest.raises(sluice.ContractError, match=f"warmup: {message}"):
+        sluice.warmup(**{"models": TINY, "device": "cpu", **given})
+
+
 def test_a_gpu_gets_a_prompt_that_can_be_cut():
     names = [form.name for form in module.forms(TINY, 1, torch.device("cuda"), WHAT[3])]
     assert f"tiny prefill packed 2 x {module.LONG_PROMPT}" in names

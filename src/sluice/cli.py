@@ -9,18 +9,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import sluice
-from sluice import progress
+from sluice import command_options, progress
 from sluice.bench.command import add_parser as add_bench
 from sluice.contract.errors import SluiceError
 from sluice.layers.qwen import QwenShape, from_config
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, or 1 if outputs disagree, or 2 if it cannot be done."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # with the usage of the command that was asked for
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command is None:
         parser.print_help()
         return 0
@@ -40,9 +45,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="sluice", description="Gated-delta-network operators: try, time and inspect them."
     )
     parser.add_argument("--version", action="version", version=f"sluice {sluice.__version__}")
+    parser.set_defaults(command=None, parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    parser.set_defaults(command=None)
+    for add in (_add_demo, _add_doctor, _add_warmup, _add_export, add_bench):
+        add(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
+    return parser
 
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="a Qwen3.5-shaped model, stock transformers and sluice side by side",
@@ -60,11 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     ):
         demo.add_argument(name, type=kind, default=default, metavar="N", help=text)
     demo.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (%(default)s)")
-    dtypes = ("float32", "bfloat16", "float16")
-    demo.add_argument("--dtype", choices=dtypes, help="default: float32 on a CPU, else bfloat16")
+    demo.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     demo.set_defaults(command=_demo)
 
+
+def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="this machine, and which backend serves each operator of each Qwen model",
@@ -73,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
     doctor.set_defaults(command=_doctor)
 
+
+def _add_warmup(commands: Any) -> None:
     warmup = commands.add_parser(
         "warmup",
         help="compile everything a model needs, so that no request has to wait",
@@ -82,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--model", default="Qwen3.5-4B", metavar="NAME|PATH", help=which)
     warmup.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
     warmup.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
-    warmup.add_argument("--dtype", choices=dtypes, default="bfloat16", help="(%(default)s)")
-    warmup.add_argument("--gate-dtype", choices=dtypes, help="of A_log and dt_bias (as --dtype)")
-    warmup.add_argument("--state-dtype", choices=dtypes, default="float32", help="(%(default)s)")
+    warmup.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    warmup.add_argument("--gate-dtype", choices=DTYPES, help="of A_log and dt_bias (as --dtype)")
+    warmup.add_argument("--state-dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     warmup.add_argument("--state-layout", choices=("vk", "kv"), default="vk", help="(%(default)s)")
     warmup.add_argument(
         "--slots-dtype", choices=("int64", "int32"), default="int64", help="(int64)"
@@ -94,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--checkpoints", action="store_true", help="also what prefix caching needs")
     warmup.set_defaults(command=_warmup)
 
+
+def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="a checkpoint as an ONNX file, checked against PyTorch",
@@ -108,13 +125,12 @@ def _parser() -> argparse.ArgumentParser:
         default="ort",
         help="ort: ONNX Runtime's own operators; onnx: standard ones only (%(default)s)",
     )
-    export.add_argument("--dtype", choices=dtypes[::2], default="float32", help="(%(default)s)")
+    kinds = ("float32", "float16")
+    export.add_argument("--dtype", choices=kinds, default="float32", help="(%(default)s)")
     export.add_argument(
         "--external-data", action="store_true", help="weights in FILE.data (above 2 GB always)"
     )
     export.set_defaults(command=_export)
-    add_bench(commands)
-    return parser
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -122,9 +138,8 @@ def _demo(args: argparse.Namespace) -> int:
 
     from sluice import demo
 
-    _check_device(args.device)
-    if args.json is not None and not args.json.parent.is_dir():
-        raise SluiceError(f"--json: expected a file in a directory that exists, got {args.json}")
+    command_options.device(args.device)
+    command_options.new_file("--json", args.json)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     options = demo.Options(
         model=args.model,
@@ -162,9 +177,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    if args.device is not None:
-        _check_device(args.device)
-    print(sluice.doctor(args.device))
+    print(sluice.doctor(command_options.device(args.device)))
     from sluice.integrations import engines
 
     if found := list(engines.describe()):
@@ -190,8 +203,7 @@ def _warmup(args: argparse.Namespace) -> int:
         return list(forms(model, args.tp, device, kinds, *more)), device
 
     others = [] if args.device == "cpu" else compile_aside(make)
-    if args.device is not None:
-        _check_device(args.device)
+    command_options.device(args.device)
     todo, device = make()
     others = others if device.type == "cuda" else []  # without a GPU they have ended already
     with progress.counted() as show:
@@ -213,8 +225,7 @@ def _export(args: argparse.Namespace) -> int:
     need("transformers", "onnx", "onnxscript", "onnxruntime")
     if not (args.model / "config.json").is_file():
         raise SluiceError(f"--model: expected a directory with config.json, got {args.model}")
-    if not args.out.parent.is_dir():
-        raise SluiceError(f"--out: expected a file in a directory that exists, got {args.out}")
+    command_options.new_file("--out", args.out)
     begin = time.perf_counter()
     with progress.steps(1 + STEPS) as step:
         step("loading the model")
@@ -247,20 +258,6 @@ def _shape(model: str, tp: int) -> QwenShape | str:
         return from_config(json.loads(config.read_text())).shard(tp)
     except (ValueError, OSError) as error:
         raise SluiceError(f"--model: cannot read {config}: {error}") from error
-
-
-def _check_device(name: str) -> None:
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SluiceError(f"--device: expected cpu, cuda or cuda:1, got {name!r}") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise SluiceError(f"--device: expected one of {found} CUDA devices, got {name!r}")
-    if device.type not in ("cpu", "cuda"):
-        raise SluiceError(f"--device: expected cpu, cuda or cuda:1, got {name!r}")
 
 
 def _write(path: Path, text: str) -> None:

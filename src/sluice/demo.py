@@ -24,13 +24,13 @@ from sluice import dispatch
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.doctor import specs
 from sluice.integrations.transformers import accelerate, known_layers, plain_torch, restore
-from sluice.layers.qwen import ORDERS, QwenShape, from_config, linear_layers_of, preset
+from sluice.layers.qwen import ORDERS, QwenShape, from_config, linear_layers_of, named, preset
 from sluice.neighbours import BUSY, Neighbours
 from sluice.state_pool import MissingDependencyError
 from sluice.testing.compare import largest_error, relative_error
 
 KINDS = ("transformers", "sluice")
-# of each: the whole model, its gated delta layers, and their operators (without projections)
+# what is timed: the whole model, its gated delta layers, and their operators (no projections)
 PHASES = ("prefill", "prefill_gdn", "prefill_ops", "decode", "decode_gdn", "decode_ops")
 # relative error of the logits; a lost or stale state makes it about 1
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -145,7 +145,7 @@ def run(options: Options, progress: Progress) -> Result:
     _need_transformers()
     folder = options.checkpoint
     if folder is None:
-        preset(options.model)  # refuses an unknown name before anything is shown
+        named("demo", "--model", options.model)  # refuses an unknown name before anything is shown
     elif not (folder / "config.json").is_file():
         raise SluiceError(f"--model: expected a directory with config.json, got {folder}")
     with torch.no_grad(), progress(3 + 2 * options.rounds) as advance:

@@ -18,7 +18,7 @@ from sluice import state_files
 from sluice.contract import arguments
 from sluice.contract.errors import ContractError
 from sluice.contract.meta import overlaps
-from sluice.layers.qwen import QwenShape, from_config, preset
+from sluice.layers.qwen import QwenShape, from_config, named
 from sluice.state_files import PoolError
 
 
@@ -382,7 +382,7 @@ def _shape(model: Model) -> QwenShape:
     if isinstance(model, QwenShape):
         return model
     if isinstance(model, str):
-        return preset(model)
+        return named("for_model", "model", model)
     if isinstance(model, Mapping) or hasattr(model, "model_type") or hasattr(model, "text_config"):
         return from_config(model)
     expected = "a model's name, a QwenShape or a transformers config"

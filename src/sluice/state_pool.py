@@ -162,9 +162,9 @@ class StatePool:
         """A pool for one of ``tp`` ranks of a model; ``storage`` as in the constructor.
 
         ``model`` is a name or a shape of :mod:`sluice.layers.qwen`, or a transformers config
-        (``model.config``); ``conv_columns`` defaults to
-        ``W − 1`` (give more for speculative decoding in engines that keep a longer window), and
-        ``conv_dtype`` to the dtype of the model's activations (:meth:`PoolGeometry.for_model`).
+        (``model.config``). ``conv_columns`` defaults to ``W − 1``; give more for speculative
+        decoding in engines that keep a longer window. ``conv_dtype`` defaults to the dtype of the
+        model's activations (:meth:`PoolGeometry.for_model`).
 
         >>> StatePool.for_model("qwen3.5-0.8b", slots=1, tp=16).layer(17)[1].shape
         torch.Size([1, 1, 128, 128])
@@ -229,7 +229,7 @@ class StatePool:
     def _bind(
         self,
         geometry: PoolGeometry,
-        parts: list[tuple[torch.Tensor, torch.Tensor]],  # [layers of it, slots, ..] as stored
+        parts: list[tuple[torch.Tensor, torch.Tensor]],  # each [its layers, slots, ..], as stored
         state_layout: StateLayout,
         conv_order: ConvOrder,
         reserve_slot_0: bool,
@@ -255,7 +255,7 @@ class StatePool:
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """A pool has one owner: ``copy``, ``deepcopy`` and ``pickle`` are refused, with the way."""
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``: a pool has one owner."""
         raise PoolError(
             "StatePool: a pool is not copied or pickled, because slots, views and CUDA graphs refer"
             " to its memory; use snapshot and restore, or save and load"
@@ -298,7 +298,7 @@ class StatePool:
         return conv, self._vk(state)
 
     def transformers_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer ``(conv [slots, D, L], recurrent [slots, Hv, K, V])``; its L is W."""
+        """Per layer ``(conv [slots, D, L], recurrent [slots, Hv, K, V])``; L is W there."""
         return [(conv, self._vk(state).mT) for conv, state in self._layers]
 
     def _whole(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -468,8 +468,8 @@ class StatePool:
         """Buffers for drafts of up to ``tokens`` tokens, for ``verify`` and ``commit_layers``.
 
         One row for each slot, or ``rows`` of them (then give the operators ``draft_slots``).
-        ``dtype`` is that of the convolution's inputs, by default the conv state's. Gates are one
-        per head. They hold ``tokens`` rows of k, d, g and x instead of ``tokens`` states.
+        ``dtype`` is that of the convolution's inputs, by default the conv state's. The buffers hold
+        ``tokens`` rows of k, d, g (one decay per head) and x, instead of ``tokens`` states.
 
         >>> geometry = PoolGeometry(layers=2, num_v_heads=2, conv_channels=768)
         >>> buffers = StatePool(geometry, slots=4).draft_buffers(3, rows=2)

@@ -99,7 +99,7 @@ class Functional(NamedTuple):
         return [None if absent else x for x, absent in zip(made, self._absent(taken), strict=True)]
 
     def _absent(self, taken: Sequence[Any]) -> list[bool]:
-        """Which results there are none of: gates of conv_qkv that were not given."""
+        """Which results are absent: gates of conv_qkv that were not given."""
         given = dict(zip(self.inputs, taken, strict=True))
         source = {"g": "a", "beta": "b"} if "a" in self.inputs else {}
         return [name in source and given[source[name]] is None for name in self.results]
@@ -199,7 +199,7 @@ def _register_backward(op: Operator) -> None:
         with _without_autocast(args[0]):
             try:
                 return results(calls.run(op, list(tensors), options, None, args[-1]), args[0])
-            except BackendError:  # the forward's backend has no such backward: the first that has
+            except BackendError:  # the forward's backend has no such backward: choose another
                 with dispatch.use_backend(None):
                     return results(calls.run(op, tensors, options, None, None), args[0])
 
@@ -226,7 +226,7 @@ def _optional(op: Operator, name: str) -> bool:
 
 
 def _without_autocast(x: Tensor) -> Any:
-    """Products inside of an operator keep their dtype."""
+    """A scope without autocast: products inside an operator keep their dtype."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

@@ -6,13 +6,15 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
+from typing import cast
 
 import torch
 
 from sluice import dispatch
+from sluice.contract import arguments
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.names import StateLayout
-from sluice.layers.qwen import QwenShape, preset
+from sluice.layers.qwen import QwenShape, named
 from sluice.model_calls import Kinds, ModelCall, ModelCalls
 
 Models = str | QwenShape | Sequence[str | QwenShape]
@@ -68,6 +70,9 @@ def warmup(
     Returns:
         for each call of the model, its name and the backend that serves it.
 
+    Raises:
+        ContractError: an unknown model, device or dtype.
+
     >>> import sluice
     >>> from sluice.layers import QwenShape
     >>> tiny = QwenShape("tiny", 32, 1, 2, 4, (0, 1, 2), head_k_dim=8, head_v_dim=8)
@@ -75,8 +80,12 @@ def warmup(
     >>> len(served) > 8
     True
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device("warmup", device)
     kinds = Kinds(dtype, gate_dtype or dtype, state_dtype, state_layout, slots_dtype)
+    for name, value in kinds._asdict().items():
+        if name != "state_layout":
+            arguments.instance("warmup", name, value, torch.dtype, "a torch.dtype")
     told = None if progress is None else lambda name, done, total: progress(name)
     return run(list(forms(models, tp, device, kinds, drafts, checkpoints)), device, told)
 
@@ -143,10 +152,12 @@ def forms(
     checkpoints: bool = False,
 ) -> Iterator[ModelCall]:
     """Every call that compiles a kernel of its own, for each model."""
-    if isinstance(models, (str, QwenShape)):
-        models = (models,)
-    for model in models:
-        shape = preset(model, tp) if isinstance(model, str) else model
+    several = isinstance(models, Sequence) and not isinstance(models, str)
+    for model in cast(Sequence[str | QwenShape], models if several else (models,)):
+        if isinstance(model, QwenShape):
+            shape = model
+        else:
+            shape = named("warmup", "models", model).shard(tp)
         yield from _forms(ModelCalls(shape, kinds), device)
         if drafts > 0:
             yield from _draft_forms(ModelCalls(shape, kinds), drafts)

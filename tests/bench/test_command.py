@@ -110,11 +110,12 @@ def test_the_list_is_what_would_run(capsys):
     [
         (["prefil"], "did you mean 'prefill'?"),
         (["--peers", "flashinfr"], "did you mean 'flashinfer'?"),
-        (["--model", "qwen3.5-27"], "did you mean 'Qwen3.5-27B'?"),
+        (["--model", "qwen3.5-27"], "bench: --model: expected a known model (did you mean "),
         (["--dtype", "float23"], "did you mean 'float32'?"),
         (["--backends", "referense"], "did you mean 'reference'?"),
         (["--lengths", "81o2"], "--lengths: expected a length such as 8192, 4x2048"),
-        (["--batch", "x"], "--batch: expected"),
+        (["--batch", "x"], "--batch: expected a number of sequences, got 'x'"),
+        (["--batch", "4x8"], "--batch: expected a number of sequences, got '4x8'"),
         (["--tp", "two"], "--tp: expected a number"),
         (["--tp", "5"], "expected a divisor of 16 key heads"),
         (["decode", "--lengths", "64"], "--lengths is for prefill"),
@@ -130,7 +131,11 @@ def test_the_list_is_what_would_run(capsys):
         (["--compare", "none.json", "none.json"], "none.json: No such file"),
         (["--show", "none.json"], "none.json: No such file"),
         (["--update-docs", "a.md"], "expected results (.json) and documents (.md)"),
-        (["--json", "."], "expected a file, got the directory"),
+        (
+            ["--compare", "a.json", "b.json", "--threshold", "-3"],
+            "--threshold: expected at least 0",
+        ),
+        (["--json", "."], "--json: expected a file, got the directory"),
     ],
 )
 def test_a_mistake_is_answered_with_what_was_meant(arguments, answer, capsys):

@@ -186,7 +186,9 @@ def test_results_without_a_common_row_compare_with_nothing(tmp_path, capsys):
     for row in other.rows:
         row.workload += "/other"
     assert compared(tmp_path, sample(), other) == 2
-    assert "no row is in both: nothing was compared" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no row is in both: nothing was compared" in out
+    assert "0 of 0" not in out
 
 
 def test_what_is_above_the_floor_is_explained(capsys):

@@ -85,7 +85,7 @@ def greedy_torch(model, ids, tokens):
         return model.generate(ids, **options)[:, ids.shape[1] :]
 
 
-def test_a_runner_refuses_what_its_graph_does_not_take(exported):
+def test_a_runner_refuses_what_its_graph_does_not_take(exported, tmp_path):
     run = Runner(exported.path, 2, threads=1)
     ids = torch.zeros(2, 3, dtype=torch.int64)
     for given, words in (
@@ -100,8 +100,30 @@ def test_a_runner_refuses_what_its_graph_does_not_take(exported):
     for batch in (0, "2"):
         with pytest.raises(ContractError, match="batch: expected an int of at least 1"):
             Runner(exported.path, batch)
-    with pytest.raises(ContractError, match="path: expected a file"):
-        Runner(exported.path.parent)
+    text = tmp_path / "text.onnx"
+    text.write_text("not a graph")
+    for path in (exported.path.parent, text):
+        with pytest.raises(ContractError, match="path: expected a file of sluice export"):
+            Runner(path)
+    for name, value in (("threads", "2"), ("threads", -1), ("providers", "CPUExecutionProvider")):
+        with pytest.raises(ContractError, match=f"{name}: expected"):
+            Runner(exported.path, **{name: value})
+    with pytest.raises(ContractError, match="providers: expected some of"):
+        Runner(exported.path, providers=("NoExecutionProvider",))
+
+
+def test_a_runner_refuses_a_graph_of_another_program(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    kind = onnx.TensorProto.FLOAT
+    a, b, c = (onnx.helper.make_tensor_value_info(name, kind, [2]) for name in "abc")
+    node = onnx.helper.make_node("Add", ["a", "b"], ["c"])
+    graph = onnx.helper.make_graph([node], "sum", [a, b], [c])
+    opset = [onnx.helper.make_opsetid("", 20)]
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "sum.onnx"
+    )
+    with pytest.raises(ContractError, match="expected one input beside the states, got a tensor"):
+        Runner(tmp_path / "sum.onnx")
 
 
 def greedy_onnx(run, ids, tokens, first):
@@ -298,7 +320,7 @@ REFUSED = {
     "attention_mask": lambda x, s: GatedDeltaNet(SMALL)(
         torch.zeros(2, 3, 32), attention_mask=x[..., 0, 0] > 0
     ),
-    "one row a sequence": lambda x, s: sluice.prefill(x[:1], x[:1], x[:1], state=s)[0],
+    "one row per sequence": lambda x, s: sluice.prefill(x[:1], x[:1], x[:1], state=s)[0],
 }
 
 

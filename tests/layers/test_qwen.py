@@ -102,6 +102,11 @@ def test_an_unknown_name_is_answered_with_the_nearest(wrong, meant):
     assert repr(wrong) in str(caught.value)
 
 
+def test_what_is_no_name_is_refused():
+    with pytest.raises(ContractError, match="preset: name: expected a model's name, got None"):
+        preset(None)
+
+
 @pytest.mark.parametrize("name", ["", "llama-7b", "???"])
 def test_a_name_like_no_other_is_answered_with_all(name):
     with pytest.raises(ContractError, match=r"Qwen3\.5-0\.8B, .*Qwen3\.8-2\.4T"):

@@ -79,7 +79,7 @@ def test_no_slot_of_a_pool_without_rows_is_read(op):
         call |= {"dt_bias": torch.zeros(2), "conv_weight": torch.zeros(32, 4)}
         call |= {"norm_weight": torch.zeros(8), "conv_state": torch.zeros(0, 32, 3)}
         call |= {"state": _state(0)}
-    with pytest.raises(ContractError, match=r"slots\[0\]: expected less than 0 slots, got 5"):
+    with pytest.raises(ContractError, match=r"slots\[0\]: expected a slot below 0, got 5"):
         getattr(sluice, op)(**call, slots=slots)
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sluice import command_options
 from sluice.contract.errors import SluiceError
 
 DESCRIPTION = """\
@@ -43,7 +44,13 @@ def add_parser(commands: Any) -> None:
     add("ops", nargs="*", metavar="OPERATOR", help="prefill, decode, ... (default: all)")
     add("--quick", action="store_true", help="a few sizes, short rounds: under two minutes")
 
-    what = parser.add_argument_group("what to run")
+    _add_workloads(parser.add_argument_group("what to run"))
+    _add_conditions(parser.add_argument_group("how"))
+    _add_reports(parser.add_argument_group("reports"))
+    parser.set_defaults(command=command)
+
+
+def _add_workloads(what: Any) -> None:
     what.add_argument("--model", metavar="NAME[,..]", help="shapes of these Qwen models")
     what.add_argument("--tp", metavar="N[,..]", help="as one of N ranks holds them (1)")
     what.add_argument("--lengths", metavar="L[,..]", help="lengths of prompts, see below")
@@ -56,7 +63,8 @@ def add_parser(commands: Any) -> None:
     )
     what.add_argument("--state-dtype", metavar="T[,..]", help="float32, bfloat16 or float16")
 
-    how = parser.add_argument_group("how")
+
+def _add_conditions(how: Any) -> None:
     how.add_argument("--device", help="cpu, cuda or cuda:1 (default: the GPU where there is one)")
     how.add_argument("--dtype", help="of the inputs: float32 on a CPU, bfloat16 on a GPU")
     how.add_argument("--threads", type=int, metavar="N", help="on a CPU (default: all cores)")
@@ -79,7 +87,8 @@ def add_parser(commands: Any) -> None:
     )
     how.add_argument("--note", default="", help="a remark to keep with the results")
 
-    out = parser.add_argument_group("reports")
+
+def _add_reports(out: Any) -> None:
     out.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     out.add_argument("--csv", type=Path, metavar="FILE", help="one line per row")
     out.add_argument("--html", type=Path, metavar="FILE", help="one page with plots")
@@ -106,7 +115,6 @@ def add_parser(commands: Any) -> None:
     out.add_argument(
         "--check-docs", nargs="+", type=Path, metavar="FILE", help="as above, but only check"
     )
-    parser.set_defaults(command=command)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -114,14 +122,17 @@ def command(args: argparse.Namespace) -> int:
     if args.compare:
         from sluice.bench import compare
 
+        if not 0 <= args.threshold < float("inf"):
+            raise SluiceError(f"--threshold: expected at least 0 percent, got {args.threshold:g}")
         return compare.command(*args.compare, threshold=args.threshold / 100)
     if args.update_docs or args.check_docs:
         from sluice.bench import docs
 
         return docs.command(args.update_docs or args.check_docs, check=bool(args.check_docs))
-    for path in (args.json, args.csv, args.html):
+    for option in ("json", "csv", "html"):
+        path = getattr(args, option)
         if path is not None and path.is_dir():
-            raise SluiceError(f"bench: expected a file, got the directory {path}")
+            raise SluiceError(f"--{option}: expected a file, got the directory {path}")
     if args.show:
         from sluice.bench.results import Results
 
@@ -169,7 +180,7 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Any], Any] | None:
     from sluice.bench.run import Options
 
     _check_numbers(args, machine.cores())
-    device = _device(args.device)
+    device = command_options.device(args.device)
     dtype = _dtype(args.dtype) or (torch.float32 if device == "cpu" else torch.bfloat16)
     kind = torch.device(device).type
     wanted = plan.Wanted(
@@ -262,23 +273,6 @@ def _paths(given: list[str]) -> dict[str, list[str]]:
                 raise SluiceError(f"--peer-path: expected a directory, got {folder!r}")
         found[known] = [str(Path(x).resolve()) for x in folders.split(":")]
     return found
-
-
-def _device(name: str | None) -> str:
-    import torch
-
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SluiceError(f"--device: expected cpu, cuda or cuda:1, got {name!r}") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise SluiceError(f"--device: expected one of {found} CUDA devices, got {name!r}")
-    if device.type not in ("cpu", "cuda"):
-        raise SluiceError(f"--device: expected cpu, cuda or cuda:1, got {name!r}")
-    return name
 
 
 def _dtype(name: str | None) -> Any:

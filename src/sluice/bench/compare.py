@@ -1,10 +1,11 @@
 """Two results side by side: what got slower, beyond the threshold and beyond the noise.
 
-The noise of a row is half the distance between its quartiles, relative to the median; the noise of
-a ratio is the sum of both. A row counts as slower or faster only if its ratio differs from 1 by
-more than the threshold and by more than the noise. A row that was right and no longer is counts as
-worst of all. Only sluice's rows decide the exit status; those of peers show whether the machine
-changed. Runs on a busy machine, and runs without a common row, compare with nothing: status 2.
+The noise of a row is half the distance between its quartiles, relative to the median. The noise of
+a ratio is the square root of the sum of both squares. A row counts as slower or faster only if its
+ratio differs from 1 by more than the threshold and by more than the noise. A row that was right and
+no longer is counts as worst of all. Only sluice's rows decide the exit status; those of peers show
+whether the machine changed. Runs on a busy machine, and runs without a common row, compare with
+nothing: status 2.
 """
 
 from __future__ import annotations
@@ -87,14 +88,16 @@ def report(before: Results, after: Results, threshold: float) -> tuple[str, bool
             text = f"{times}  {by:>5} {c.verdict}, noise {c.noise:.0%}"
             lines.append(f"  {c.verdict:<7} {c.workload:<{width}}  {c.provider:<{who}}  {text}")
     same = sum(c.verdict == "same" for c in found)
-    lines.append(f"{same} of {len(found)} rows within {threshold:.0%} or their noise")
+    if found:
+        lines.append(f"{same} of {len(found)} rows within {threshold:.0%} or their noise")
+    else:
+        lines.append("no row is in both: nothing was compared")
     if (moved := drift(found)) is not None:
-        lines.append(f"peers' rows moved by a factor of {moved:.3f} (median): the machine's share")
+        moved_by = f"peers' rows moved by a factor of {moved:.3f} (median)"
+        lines.append(f"{moved_by}: that is the machine, not sluice")
     gone = [r for r in before.rows if r.ok and after.row(r.workload, r.provider) is None]
     if gone:
         lines.append(f"{len(gone)} rows of the old results are not in the new ones")
-    if not found:
-        lines.append("no row is in both: nothing was compared")
     busy = _busy(before, after)
     lines += busy
     failed = [c for c in found if c.counts]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from sluice.contract.errors import SluiceError
-from sluice.layers.qwen import preset
+from sluice.layers.qwen import named
 from sluice.testing.workload import (
     BATCH_OPS,
     OPS,
@@ -146,7 +146,7 @@ def workloads(surface: str, wanted: Wanted, dtype: torch.dtype) -> list[Workload
         if (wanted.ops and entry.op not in wanted.ops) or (entry.raw and _own(wanted)):
             continue
         for model, tp in _models(entry, wanted):
-            shape = preset(model, tp)
+            shape = named("bench", "--model", model).shard(tp)
             for size in _sizes(entry, wanted):
                 for state_dtype in _state_dtypes(entry, wanted):
                     workload = describe(entry.op, shape, size, dtype, state_dtype, entry.raw)
@@ -192,10 +192,11 @@ def op_names(names: Sequence[str]) -> tuple[str, ...]:
 def sizes(text: str, option: str) -> tuple[Size, ...]:
     """A list such as "8192,4x2048,ragged" or, for batches, "1,8,64"."""
     found = []
-    for part in text.split(","):
-        written = f"N={part.strip()}" if option == "--batch" and part.strip().isdigit() else part
+    for part in map(str.strip, text.split(",")):
+        if option == "--batch" and not part.isdigit():
+            raise SluiceError(f"--batch: expected a number of sequences, got {part!r}")
         try:
-            found.append(parse_size(written))
+            found.append(parse_size(f"N={part}" if option == "--batch" else part))
         except ValueError as error:
             raise SluiceError(f"{option}: expected {error}") from None
     return tuple(found)

@@ -35,6 +35,7 @@ def causal_conv1d_fn(
     without ``return_final_states``.
     """
     op = "causal_conv1d_fn"
+    common.tensors(op, x=x, weight=weight, seq_idx=seq_idx, final_states_out=final_states_out)
     act, W = common.silu_or_none(op, activation), weight.shape[1]
     need(x.dim() == 3, op, "x", "[B, D, T]", f"shape {list(x.shape)}")
     need(
@@ -75,6 +76,7 @@ def causal_conv1d_update(
     zeros, and no state is touched. As upstream, there is no gradient; asking for one raises.
     """
     op = "causal_conv1d_update"
+    common.tensors(op, x=x, weight=weight, cache_seqlens=cache_seqlens)
     act, W = common.silu_or_none(op, activation), weight.shape[1]
     need(W in WIDTHS, op, "weight", f"a width of {WIDTHS}", f"width {W}")
     single = x.dim() == 2
@@ -94,6 +96,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 
     The last inputs of each packed sequence of ``x`` [T, D], with zeros before its first token.
     """
+    common.tensors("causal_conv1d_varlen_states", x=x, cu_seqlens=cu_seqlens)
     starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     at = ends + torch.arange(-state_len, 0, device=x.device)
     states = x[at.clamp(min=0)] if len(x) else x.new_zeros(*at.shape, x.shape[1])

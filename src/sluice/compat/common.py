@@ -18,6 +18,12 @@ def need(ok: bool, op: str, argument: str, expected: str, got: object) -> None:
         raise ContractError(op, argument, expected, got)
 
 
+def tensors(op: str, **given: object) -> None:
+    """Require tensors, or None where an argument is not given: upstream takes no lists either."""
+    for name, value in given.items():
+        need(value is None or isinstance(value, Tensor), op, name, "a tensor", _shown(value))
+
+
 def refuse(op: str, argument: str, value: object, expected: str = "None") -> None:
     """Raise if an option is used that has no counterpart here."""
     need(value is None, op, argument, expected, _shown(value))
@@ -70,7 +76,7 @@ def packed_rows(op: str, q: Tensor, state: Tensor | None, cu_seqlens: Tensor | N
     N = cu_seqlens.shape[0] - 1
     if state is not None:
         got = f"{state.shape[0]} states"
-        need(state.shape[0] == N, op, "initial_state", f"{N} states, one a sequence", got)
+        need(state.shape[0] == N, op, "initial_state", f"{N} states, one per sequence", got)
 
 
 def _shown(value: object) -> str:

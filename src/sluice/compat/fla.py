@@ -60,6 +60,7 @@ def chunk_gated_delta_rule(
     ``transpose_state_layout``. Refused: ``cp_context``, and any keyword upstream does not have.
     """
     op = "chunk_gated_delta_rule"
+    common.tensors(op, q=q, k=k, v=v, g=g, beta=beta)
     common.refuse(op, "cp_context", cp_context)
     v_first = common.rename(op, kwargs, "transpose_state_layout", "state_v_first", state_v_first)
     gate = gating.gate_options(op, kwargs)
@@ -104,6 +105,7 @@ def fused_recurrent_gated_delta_rule(
     per value channel. ``beta`` is 1 for every value head if it is not given.
     """
     op = "fused_recurrent_gated_delta_rule"
+    common.tensors(op, q=q, k=k, v=v, g=g, gk=gk, beta=beta)
     common.refuse(op, "gv", gv, "None: decay per value channel is not served")
     v_first = common.rename(op, kwargs, "transpose_state_layout", "state_v_first", state_v_first)
     common.no_more(op, kwargs)
@@ -162,6 +164,7 @@ def chunk_kda(
     alone and computes states again. Refused: ``cp_context``; ``use_graph`` with gradients.
     """
     op = "chunk_kda"
+    common.tensors(op, q=q, k=k, v=v, g=g, beta=beta)
     common.refuse(op, "cp_context", cp_context)
     v_first = common.rename(op, kwargs, "transpose_state_layout", "state_v_first", state_v_first)
     given = {name: kwargs.pop(name, None) for name in ("A_log", "dt_bias")}
@@ -217,6 +220,7 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """``fla.ops.kda.fused_recurrent_kda``, here with gradients."""
     op = "fused_recurrent_kda"
+    common.tensors(op, q=q, k=k, v=v, g=g, beta=beta)
     v_first = common.rename(op, kwargs, "transpose_state_layout", "state_v_first", state_v_first)
     common.no_more(op, kwargs)
     _kda_shapes(op, q, k, v, g, beta)
@@ -323,6 +327,8 @@ def _with_states(
 
 
 def _heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        need(x.dim() == 4, op, name, "[B, T, heads, width]", f"shape {list(x.shape)}")
     H, HV = q.shape[2], v.shape[2]
     need(k.shape[2] == H, op, "k", f"the {H} heads of q", f"{k.shape[2]} heads")
     need(HV % H == 0, op, "v", f"a multiple of {H} heads", f"{HV} heads")

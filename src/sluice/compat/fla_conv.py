@@ -40,6 +40,7 @@ def causal_conv1d(
     any keyword upstream does not have.
     """
     op = "causal_conv1d"
+    common.tensors(op, x=x, weight=weight, residual=residual, initial_state=initial_state)
     common.refuse(op, "cp_context", cp_context)
     common.refuse(op, "chunk_indices", chunk_indices)
     need(backend == "triton", op, "backend", "'triton', the default", repr(backend))
@@ -86,6 +87,7 @@ def causal_conv1d_update(
     ``x`` is [N, D], [1, N, D] or [N, 1, D], ``cache`` [N, D, W]. No gradient, as upstream.
     """
     op = "causal_conv1d_update"
+    common.tensors(op, x=x, cache=cache, residual=residual, weight=weight)
     taps = _taps(op, weight)
     act, shape, (D, W) = common.silu_or_none(op, activation), x.shape, taps.shape
     if shape[-1] != D:

@@ -37,6 +37,7 @@ def rms_norm_gated(
     with ``residual_in_fp32``. Refused: ``bias``.
     """
     op = "rms_norm_gated"
+    common.tensors(op, x=x, g=g, residual=residual)
     common.refuse(op, "bias", bias)
     need(activation in GATES, op, "activation", f"one of {list(GATES)}", repr(activation))
     if residual is not None:

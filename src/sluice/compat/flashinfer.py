@@ -76,6 +76,7 @@ def chunk_gated_delta_rule(
     ``backend`` other than "auto" and "flashinfer". No gradient, as upstream.
     """
     op = "chunk_gated_delta_rule"
+    common.tensors(op, q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, output=output)
     choose(op, backend)
     need(use_cp in ("auto", True, False), op, "use_cp", "'auto', True or False", repr(use_cp))
     cut = _cp_chunk_len

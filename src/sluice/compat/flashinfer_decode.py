@@ -201,6 +201,7 @@ def _decode(
 ) -> tuple[Tensor, Tensor]:
     """T tokens per row: in one call, or one by one if each token's state goes to a buffer."""
     q, k, v, a, b = tokens
+    common.tensors(op, q=q, k=k, v=v, state=pool, output=output)
     B, T = q.shape[:2]
     given: dict[str, Any] = {"scale": options[0], "normalize_qk": options[1]}
     given |= {"A_log": gates[0], "dt_bias": gates[1], "state_layout": options[2]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sluice import ops
+from sluice.compat import common
 from sluice.compat.common import need
 
 
@@ -32,6 +33,8 @@ def gdn_fused_decode_step(
     product, ``conv_qkv`` and ``decode``.
     """
     op = "gdn_fused_decode_step"
+    common.tensors(op, hidden_states=hidden_states, w_ba=w_ba, mixed_qkv=mixed_qkv)
+    common.tensors(op, ssm_state=ssm_state, out=out)
     need(ssm_state.dim() == 4, op, "ssm_state", "[P, HV, V, K]", f"shape {list(ssm_state.shape)}")
     need(mixed_qkv.dim() == 2, op, "mixed_qkv", "[B, D]", f"shape {list(mixed_qkv.shape)}")
     _, HV, V, K = ssm_state.shape

@@ -92,7 +92,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def apart(a: Meta, b: Meta, distance: int) -> bool:
-    """Whether two tensors share no byte, if b begins ``distance`` bytes behind a.
+    """Whether two tensors share no byte, if b begins ``distance`` bytes after a.
 
     Views may lie between each other's rows: columns of one buffer do. Elements a multiple of some
     stride apart fall on the same place within it, so the two are apart if their places within one

@@ -218,4 +218,5 @@ def checkpoints(require: Require, spec: Any, N: int) -> None:
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+    *most, last = (str(d).removeprefix("torch.") for d in dtypes)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -224,6 +224,7 @@ class DeltaSizes:
 
     @property
     def raw_gates(self) -> bool:
+        """Whether g and beta are the raw a and b, which the operator activates."""
         return self.A_log is not None
 
     @property
@@ -296,7 +297,7 @@ class PassSpec(DeltaSpec):
 
     @property
     def segments(self) -> int:
-        """Of a row."""
+        """How many segments a row has."""
         return max(-(-self.T // self.segment), 1)
 
     def prefill(self, **changed: Any) -> DeltaSpec:
@@ -352,7 +353,7 @@ class _ConvSpec(Rows, Spec):
 
     @property
     def L(self) -> int:
-        """0 without a state."""
+        """Columns of the conv state; 0 without one."""
         return 0 if self.state is None else self.state.shape[2]
 
     @property

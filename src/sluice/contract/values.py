@@ -184,7 +184,7 @@ def _draft_slots(p: Any, t: Any, S: int) -> None:
     owner: dict[int, int] = {}
     for i, slot in enumerate(given.tolist()):
         if slot >= S:
-            raise ContractError(p.op, f"{name}[{i}]", f"less than the {S} rows of buffers", slot)
+            raise ContractError(p.op, f"{name}[{i}]", f"one of the {S} rows of the buffers", slot)
         if slot <= p.pad_slot or padding[i]:
             continue
         if slot in owner:
@@ -211,12 +211,12 @@ def _slots(p: Any, t: Any, frozen: bool = False, lengths: list[int] | None = Non
         writes = [[slot] for slot in writes]
     for i, slot in enumerate(reads):
         if slot >= p.P:
-            raise ContractError(op, f"slots[{i}]", f"less than {p.P} slots", slot)
+            raise ContractError(op, f"slots[{i}]", f"a slot below {p.P}", slot)
     for i, row in enumerate(writes):
         for j, slot in enumerate(row):
             if slot >= p.P:
                 where = f"write_slots[{i}, {j}]" if each else f"write_slots[{i}]"
-                raise ContractError(op, where, f"less than {p.P} slots", slot)
+                raise ContractError(op, where, f"a slot below {p.P}", slot)
     if frozen or op == "verify":
         return set()
     owner: dict[int, int] = {}
@@ -262,7 +262,7 @@ def _checkpoints(
                 continue
             name = f"checkpoints.slots[{i}, {j}]"
             if slot >= p.P:
-                raise ContractError(op, name, f"less than {p.P} slots", slot)
+                raise ContractError(op, name, f"a slot below {p.P}", slot)
             if positions is not None and not 0 <= positions[i][j] <= length:
                 where = f"checkpoints.positions[{i}, {j}]"
                 raise ContractError(op, where, f"0 to {length} tokens", positions[i][j])

@@ -74,7 +74,7 @@ def refusing(op: str, x: Tensor, *inputs: Tensor | None) -> Tensor:
 
 
 def _gradients(outputs: Sequence[Any], grads: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """By leaf; None where none is wanted."""
+    """The gradient of each leaf; None where none is wanted."""
     pairs = [(y, d) for y, d in zip(outputs, grads, strict=True) if y is not None]
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     if not pairs or not wanted:
@@ -96,7 +96,11 @@ def _gradients(outputs: Sequence[Any], grads: Sequence[Any], leaves: Sequence[An
 
 
 class _Prefill:
-    """This rank's tokens of a prefill from zero: the rest first, then the head."""
+    """This rank's tokens of a prefill from zero.
+
+    The tokens of sequences that begin here come first. Those of the incoming sequence, the head,
+    wait for its state.
+    """
 
     def __init__(
         self, call: Call, split: Split, ranks: Ranks, joined: Callable[[Tensor], Tensor | None]

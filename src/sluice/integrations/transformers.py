@@ -280,7 +280,7 @@ def _zero_states(shape, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def _wants_gradients(layer: nn.Module, x: Tensor) -> bool:
     if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
-        return False  # an ONNX graph has none, and transformers' loop would fix its length
+        return False  # a graph has no gradients; the stock layer's loop would fix its length
     return wants_gradient(layer, x)
 
 
@@ -344,7 +344,7 @@ def _accelerated_class(kind: type[nn.Module]) -> type[nn.Module]:
             _warn_once(f"a layer stays as transformers has it: {refusal}")
 
     def reduce(self: nn.Module, protocol: SupportsIndex) -> Any:
-        """As an instance of the stock class: its own forward is an attribute, which goes along."""
+        """Pickled as the stock class; the accelerated forward is an attribute, and goes along."""
         return _blank, (kind,), self.__dict__
 
     body = {"__init__": init, "__module__": kind.__module__, "__doc__": kind.__doc__}

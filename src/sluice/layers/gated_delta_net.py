@@ -67,7 +67,8 @@ class GatedDeltaNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        arguments.instance("GatedDeltaNet", "shape", shape, QwenShape, "a QwenShape")
+        expected = "a QwenShape (from_preset takes a name)"
+        arguments.instance("GatedDeltaNet", "shape", shape, QwenShape, expected)
         if dtype is not None:
             arguments.instance("GatedDeltaNet", "dtype", dtype, torch.dtype, "a torch.dtype")
         self.shape = shape

@@ -216,14 +216,21 @@ def preset(name: str, tp: int = 1) -> QwenShape:
     sluice.contract.errors.ContractError: preset: name: expected a known model \
 (did you mean 'Qwen3.5-35B-A3B'?), got 'qwen3.5-35b'
     """
+    return named("preset", "name", name).shard(tp)
+
+
+def named(op: str, argument: str, name: str) -> QwenShape:
+    """``preset(name)`` for an argument of another function, which the error names."""
+    if not isinstance(name, str):
+        raise ContractError(op, argument, "a model's name", repr(name))
     names = {_key(known): known for known in (*PRESETS, *ALIASES)}
     known = names.get(_key(name))
     if known is None:
         hint = f"one of {', '.join(PRESETS)}"
         if near := _nearest(_key(name), names):
             hint = f"did you mean {near!r}?"
-        raise ContractError("preset", "name", f"a known model ({hint})", repr(name))
-    return PRESETS[ALIASES.get(known, known)].shard(tp)
+        raise ContractError(op, argument, f"a known model ({hint})", repr(name))
+    return PRESETS[ALIASES.get(known, known)]
 
 
 def from_config(config: Any) -> QwenShape:

@@ -53,8 +53,8 @@ def prefill(
 
         S <- exp(g) S;   d = beta (v - S^T k);   S <- S + k d^T;   o = S^T q        (C1)-(C4)
 
-    Which gates are given chooses the rule: none: linear; ``g``: gated; ``beta``: delta; both: gated
-    delta.
+    The gates that are given choose the rule: linear without any, gated with ``g``, delta with
+    ``beta``, gated delta with both.
 
     Args:
         q: [B, T, HQ, K] float32, bfloat16 or float16; packed sequences as [T, HQ, K] or
@@ -84,7 +84,7 @@ def prefill(
         pad_slot: -1 (negative slots are padding) or 0 (slot 0 is reserved for padding too).
         state_layout: "vk" or "kv".
         cu_seqlens: [N + 1] int32 or int64: borders of packed sequences, which may be empty.
-            Tokens behind the last border get zeros.
+            Tokens after the last border get zeros.
         cu_seqlens_cpu: the same values on the host, which lets a GPU call plan without waiting.
         checkpoints: states inside the sequences to keep: ``sluice.Checkpoints``.
         layout: "bthd", or "bhtd" for [B, H, T, D] tensors (the same data through other strides).
@@ -152,7 +152,7 @@ def decode(
 
     The same equations, arguments, padding and errors as :func:`prefill`, without checkpoints; a
     sequence's bits never depend on the rows beside it. The state is rounded to its dtype once, at
-    the end of the call, or with one write slot for each token wherever it is written.
+    the end of the call; with one write slot for each token, each time it is written.
 
     Args:
         q: [B, T, HQ, K], T from 1 to 8 (or packed with ``cu_seqlens``, each at most 8 tokens).

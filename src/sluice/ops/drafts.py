@@ -45,10 +45,10 @@ class DraftBuffers(NamedTuple):
 class Draft(NamedTuple):
     """What ``verify`` keeps of its draft tokens so that ``commit`` can fold the accepted ones in.
 
-    ``k`` [B, T, HK, K], ``d`` [B, T, HV, V] (the corrections of (C2); a backend may keep k's
-    length in either, only their product is used) and ``g`` (log
-    decays, or None), all float32, are indexed by row, never by pool slot. The rest is the call's
-    own: the draft refers to ``state``, ``conv_state`` and the index tensors, it does not copy them.
+    ``k`` [B, T, HK, K], ``d`` [B, T, HV, V] (the corrections of (C2)) and ``g`` (log decays, or
+    None) are float32, and indexed by row, never by pool slot. A backend may keep k's length in k or
+    in d: only their product is used. The rest is the call's own: the draft refers to ``state``,
+    ``conv_state`` and the index tensors, and does not copy them.
 
     With ``buffered``, k, d, g and ``conv_inputs`` are the caller's buffers of one layer
     (:class:`DraftBuffers`), indexed by ``draft_slots``.
@@ -109,8 +109,8 @@ def verify(
         conv_inputs: [B, T, D] raw inputs of the convolution for the draft tokens (packed as q is);
             it must have been run with ``freeze=True``.
         conv_state: [P, D, L] conv state, addressed by the same slots, which ``commit`` will roll.
-        buffers: one layer's buffers for the draft (:class:`DraftBuffers`); new tensors by row by
-            default. ``buffers.x`` is given if and only if ``conv_inputs`` is.
+        buffers: one layer's buffers for the draft (:class:`DraftBuffers`); by default new tensors,
+            indexed by row. ``buffers.x`` is given if and only if ``conv_inputs`` is.
         draft_slots: [N] int32 or int64: the row of ``buffers`` for each sequence; ``slots`` by
             default. Padding: no draft of that row is kept.
 

@@ -219,7 +219,8 @@ class _Build:
     def _each(
         self, slots: list[int], free: list[int], columns: int, pads: tuple[int, int]
     ) -> Tensor:
-        """A slot for each token. In turn, the row's own is one, and ``unkept`` rows skip one."""
+        """A write slot for each token. Row i's token i is written to the row's own slot, and in
+        rows that are ``unkept`` the next token is written nowhere."""
         c = self.case
         rows = torch.tensor(free[: c.N * columns]).reshape(c.N, columns)
         for i in range(c.N if columns else 0):

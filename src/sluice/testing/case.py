@@ -72,7 +72,7 @@ class Case:
     moved: bool = False  # write_slots differ from slots
     padded: tuple[int, ...] = ()
     unkept: tuple[int, ...] = ()  # computed, not written
-    each: bool = False  # decode: one write slot for each token; in turn, the row's own is one
+    each: bool = False  # decode: a write slot for each token; one of them is the row's own
     new: tuple[int, ...] = ()  # has_state False
     pad_slot: int = -1
     every: int | None = None

@@ -38,7 +38,7 @@ def delta(
         for x in (q, k, v, g, beta, A_log, dt_bias, initial_state)
     )
     T = q.shape[1]
-    if cu_seqlens is not None:  # what lies behind the last sequence is not looked at
+    if cu_seqlens is not None:  # what lies after the last sequence is not looked at
         end = int(cu_seqlens[-1])
         q, k, v, g, beta = (None if x is None else x[:, :end] for x in (q, k, v, g, beta))
     (B, _, HQ, K), HK, (HV, V) = q.shape, k.shape[2], v.shape[2:]

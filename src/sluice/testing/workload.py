@@ -54,7 +54,7 @@ prompts into chunks: a chunk of 2048, two of 512, and sixteen sequences that dec
 
 ABOUT = {
     "prefill": "the recurrence over prompts, state in and out",
-    "decode": "one token a sequence, gates and l2 norm inside, state updated in place",
+    "decode": "one token per sequence, gates and l2 norm inside, state updated in place",
     "verify": f"{DRAFTS} draft tokens per sequence, then commit of those accepted",
     "causal_conv1d": "depthwise convolution with its rolling window",
     "conv_qkv": "convolution, split, l2 norm and gates in one",

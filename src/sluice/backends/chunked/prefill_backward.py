@@ -240,7 +240,10 @@ class _Chunks:
         dS_all: Tensor,
         heads: slice,
     ) -> tuple[list[Tensor], Tensor, Tensor, Any, Any]:
-        """(G4), (G5), and the rest of the gradients; ``dS_all`` [N, HV, ..] becomes the first's."""
+        """(G4), (G5), and the rest of the gradients.
+
+        ``dS_all`` [N, HV, ..] holds the gradients of final states, and then those of initial ones.
+        """
         first, k = self.first, self.k
         qk = [self.pairs(q) for q in qs]
         dD = sum(y.mT @ do for y, do in zip(qk, dos, strict=True))

@@ -143,7 +143,7 @@ def load_weights(p, c, column, first, count):
 
 @jit
 def front_lines(p):
-    """How many lines lie before the tokens: a window's, or of transposed inputs a square's."""
+    """How many lines lie before the tokens: those of a window, or of a square if transposed."""
     return max(p.L, p.W - 1, TOKENS if p.x_d != 1 else 0)
 
 

@@ -59,7 +59,7 @@ KV1, KV2, KV4, KV8 = (block("kv", M) for M in (1, 2, 4, 8))
 KV_WIDE = block("kv", 1, 8)
 NEAR, FAR = functions(F32)
 NEAR_BF16, NEAR_F16 = functions(BF16)[0], functions(F16)[0]
-MOSTLY = 128  # the K of most models: known when kernels are compiled
+USUAL_K = 128  # the K of most models: with it, K is known when kernels are compiled
 HELD = REGISTERS >= 32  # k and q are held in registers: K is known when kernels are compiled
 
 WIDE = 8 * LANES  # columns of one token's pass through a "kv" state
@@ -75,9 +75,9 @@ def is_one_token(p, w, m):
 
 @jit
 def deal_keys(p, w, m):
-    """Where rows of the state come dealt (tiles.py), make k and q so, too: at w.kq_raw.
+    """Where rows of the state come dealt (tiles.py), deal k and q in the same way, at w.kq_raw.
 
-    They do for one token on a bfloat16 state, in every path, so that all have the same bits.
+    That is so for one token on a bfloat16 state, in every path, so that all have the same bits.
     """
     if is_dealt(p, w, m):
         deal_row(w.kq_raw, w.kq, 2 * p.K)
@@ -113,8 +113,8 @@ def vk_block(p, w, s, ld, to, ld_to, soon, n, v0, m, write):
         VK1(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
     elif m == 2:
         VK2(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
-    elif m <= 4 and n == MOSTLY and ld == MOSTLY and ld_to == MOSTLY:
-        VK4(w, beta, s, MOSTLY, to, MOSTLY, soon, MOSTLY, MOSTLY, v0, write)
+    elif m <= 4 and n == USUAL_K and ld == USUAL_K and ld_to == USUAL_K:
+        VK4(w, beta, s, USUAL_K, to, USUAL_K, soon, USUAL_K, USUAL_K, v0, write)
     elif m <= 4:
         VK4(w, beta, s, ld, to, ld_to, soon, n, n, v0, write)
     else:
@@ -155,7 +155,7 @@ def _keep_corrections(p, w, head, v0, m):
 
 @jit
 def _prefetch_next(p, batch, start, m, head, v0):
-    """While a block is worked on, ask for a part of what the next head will read and write."""
+    """While a block is computed, prefetch a part of what the next head will read and write."""
     blocks = (p.V + BLOCK_V - 1) // BLOCK_V
     i = v0 // BLOCK_V
     for t in range(i * m // blocks, (i + 1) * m // blocks):

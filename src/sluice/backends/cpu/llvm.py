@@ -116,7 +116,7 @@ def _keep_nan(builder, bits, value):
 
 
 def _rounded(builder, value):
-    """Bits whose upper half is the nearest bfloat16, of two as near the even one; not of a NaN.
+    """Bits whose upper half is the nearest bfloat16, ties to even. Not for a NaN.
 
     No machine's own instruction does this: AVX-512's sets subnormal numbers to zero.
     """
@@ -135,7 +135,7 @@ def _rounded_pair(builder, even, odd, no_nan):
 
 
 def _rounded_words(builder, even, odd):
-    """The same on 16-bit lanes, with two operations less per vector; not of a NaN.
+    """The same on 16-bit lanes, with two operations less per vector. Not for a NaN.
 
     Upper halves lie in one vector, lower halves in another. A lower half above 0x8000 rounds up,
     and 0x8000 itself where the upper half is odd.
@@ -256,7 +256,7 @@ def store_at(builder, code, ptr, index, value):
 
 
 def prefetch_at(builder, address, level):
-    """To be read, and soon written."""
+    """Ask for memory that will be read, and soon written."""
     where = builder.inttoptr(address, byte_pointer)
     kinds = [byte_pointer, i32, i32, i32]
     fn = c_function(builder, "llvm.prefetch.p0", ir.VoidType(), kinds)

@@ -1,17 +1,18 @@
 """What this backend uses of Numba that Numba does not promise, each with what happens without it.
 
-Every case of the contract passes with Numba 0.68.1; with 0.60.0 and 0.64.0 those of ``decode``,
-convolution, norm and ``step`` were tried, and pass.
+Every case of the contract passes with Numba 0.68.1 (``make test``) and with 0.60.0 (``make
+test-oldest``). With 0.64.0 those of ``decode``, convolution, norm and ``step`` were tried: they
+pass.
 ``tests/test_cpu_numba_private.py`` fails if one of them is gone.
 
-- ``lower``: types a C callback and what it calls, and writes them down in LLVM's language, where
-  Numba would have LLVM optimise every function, and again within each caller. Without ``CFunc``'s
-  way to compile, code libraries, or the place that says which kind of library is made
-  (``replaceable``), kernels are compiled by Numba's public ``cfunc``: much slower, one after
-  another.
-- ``replaced``: what else has a stand-in meanwhile, so that nothing asks LLVM for anything, nobody
-  is told of every lock, and no question is answered twice. What is missing is not replaced:
-  compiling takes longer.
+- ``lower``: types a C callback and the functions that it calls, and writes them as LLVM IR. Numba
+  itself would have LLVM optimise every function, and again inside each caller. It needs ``CFunc``'s
+  way to compile, code libraries, and the place that says which kind of library is made
+  (``replaceable``). Without them, kernels are compiled by Numba's public ``cfunc``: much slower,
+  one after another.
+- ``replaced``: what else is replaced while ``lower`` runs, so that nothing calls LLVM, Numba sends
+  no event for each lock, and no type is inferred twice. What is missing is not replaced: compiling
+  takes longer.
 - ``OPTIONS``: ``_nrt`` leaves out the counting of references. Without it, loading fails.
 - ``PIPELINE``: of Numba's passes, those that these kernels need. Without one of them, all run.
 - ``AbstractTemplate``, ``AttributeTemplate``, ``infer_global``, ``signature``: how operators and
@@ -137,7 +138,7 @@ def cache_folder() -> str:
 
 
 def lower(function: Callable[[Any], Any], signature: Any) -> tuple[str, Unit]:
-    """Type a C callback and write it down: its name, and where that is defined."""
+    """Type a C callback and write its LLVM IR: its name, and the unit that defines it."""
     if not replaceable():
         kernel = numba.cfunc(signature, **OPTIONS)(function)
         return kernel.native_name, Unit(modules=[kernel.inspect_llvm()])
@@ -171,7 +172,7 @@ class _Library(getattr(codegen, "JITCodeLibrary", object)):  # type: ignore[misc
         return 0  # there is no machine code yet
 
     def _get_module_for_linking(self) -> Any:
-        """For other people's functions that call one of Numba's that a kernel called first."""
+        """For functions outside sluice that call one of Numba's that a kernel called first."""
         if self._shared_module is None:
             self._shared_module = linked(self.unit)
         return self._shared_module
@@ -194,9 +195,9 @@ def replaceable() -> bool:
 
 @contextlib.contextmanager
 def _as_text() -> Iterator[None]:
-    """In this scope functions are typed and written down, and LLVM is not asked for anything.
+    """In this scope functions are typed and written as LLVM IR, and LLVM itself is not called.
 
-    So it can work on one kernel while Numba, in another thread, works on the next: llvmlite lets
+    So LLVM can work on one kernel while Numba, in another thread, works on the next: llvmlite lets
     one thread at a time call LLVM.
     """
     registry.cpu_target.target_context.refresh()  # what Numba compiles for itself, it does here
@@ -238,8 +239,7 @@ def _empty_module(layout: str, name: str) -> ir.Module:
 
 
 def _size_of(context: Any, kind: Any) -> int:
-    """Bytes of a variable, which Numba asks LLVM for and tells debuggers, of which there are none
-    here."""
+    """Bytes of a variable, which Numba asks LLVM for to tell debuggers; nobody debugs here."""
     return 0
 
 

@@ -22,8 +22,8 @@ A thread has one record of pointers into its scratch memory, `w`:
     block       [BLOCK_V, K]          a block of the state as it is stored
     tile        the state, or a block of it
 
-`w.draft` is the token of the draft at which a sequence's begin, NOWHERE if none is kept. A state
-has one reader, the query head of its value head, or several query heads that share it.
+`w.draft` is the place in the draft where the tokens of a sequence begin; NOWHERE if no draft is
+kept. A state has one reader, the query head of its value head, or several query heads share it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def finish_tokens(p, w, m):
 
 @jit
 def _gather(dst, address, code, at, stride, count, n):
-    """Elements of a gate, and zeros up to n; one alone as a vector, which is soon read as one."""
+    """Elements of a gate, and zeros up to n. One alone fills a vector: it is soon read as one."""
     if count == 1:
         store(dst, 0, splat(read(address, code, at)))
         return

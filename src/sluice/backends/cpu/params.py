@@ -33,7 +33,7 @@ CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.flo
 DECAYS = {"none": NO_DECAY, "head": HEAD_DECAY, "key": KEY_DECAY}
 
 FAR_BYTES = 24 << 20
-"""What a call reads and writes does not stay in a last-level cache beyond this."""
+"""A call that reads and writes more than this does not find it in a last-level cache later."""
 
 TENSORS = {
     # tokens [B, T, H, D], whose last stride is 1

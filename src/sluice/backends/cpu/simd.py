@@ -164,8 +164,8 @@ def _vec_args(args):
 def _by_rows(builder, emit, *args):
     """`emit` of vectors, or of each row of tiles; scalars are spread over the lanes.
 
-    One operation of all rows comes before the next: where one result waits for the one before, the
-    rows fill the time.
+    Each operation is emitted for all rows before the next one: while a row waits for its last
+    result, the machine works on the other rows.
     """
     tile = next((a.type for a in args if isinstance(a.type, ir.ArrayType)), None)
     vec = next((a.type for a in args if isinstance(a.type, ir.VectorType)), None)
@@ -241,7 +241,7 @@ def _unary(name):
 def _minmax(sense):
     @intrinsic
     def op(typingctx, x, bound):
-        """The bound replaces a NaN: as x86's own instruction has it, so this is one there."""
+        """Where x is a NaN, the bound: as in x86's own instruction, which this becomes there."""
 
         def codegen(context, builder, sig, args):
             def emit(value, bound):
@@ -273,7 +273,7 @@ def keep_nan(typingctx, value, x):
 
 @intrinsic
 def plain_nan(typingctx, x):
-    """x, with the usual NaN in place of every other: its lower 16 bits are zeros."""
+    """x, with one NaN, whose lower 16 bits are zeros, in place of every NaN."""
 
     def codegen(context, builder, sig, args):
         usual = constant(args[0].type, float("nan"))

@@ -63,7 +63,7 @@ def convolve(
 
 
 def rolled(window: Tensor, x: Tensor, count: Tensor | int) -> Tensor:
-    """The window after ``count`` (a number, or one a row) of the tokens x [N, D, T]."""
+    """The window after ``count`` (a number, or one per row) of the tokens x [N, D, T]."""
     L = window.shape[-1]
     inputs = torch.cat([window, x], dim=-1)
     if isinstance(count, int):
@@ -84,7 +84,7 @@ def _store(p: ConvSpec | ConvQkvSpec, t: Any, window: Tensor, x: Tensor, first: 
     if t.state is None or p.freeze:
         return
     T, pick = x.shape[-1], slice(first, first + x.shape[0])
-    if t.window_start is not None:  # (C12): left-aligned, and the columns behind stay
+    if t.window_start is not None:  # (C12): left-aligned, and the columns after it stay
         kept = torch.cat([window, x], dim=-1)[..., min(T, 1) :]
         rows.write_rows(t.state[..., : kept.shape[-1]], p, t, kept, first)
         return

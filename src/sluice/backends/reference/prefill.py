@@ -37,7 +37,7 @@ def sequences(p: DeltaSpec, t: Any, run: Run) -> Tensor:
         dead = rows.padded(p, t)
         t.out.copy_(torch.where(dead.view(-1, 1, 1, 1), o.new_zeros(()), o))
         return S
-    t.out.zero_()  # tokens behind the last sequence, and padded rows
+    t.out.zero_()  # tokens after the last sequence, and padded rows
     dead = rows.padded(p, t)
     finals = []
     for i, (start, stop) in enumerate(rows.spans(t)):

@@ -50,8 +50,8 @@ STATE_TOKENS, ROOM = 512, 0.38
 segments together may take ROOM times the memory of v, so that the workspace stays below 1.5 v."""
 NARROW_US, WIDE_US = (2.7, 1.9), (3.0, 2.1)
 JOIN_US, LAUNCH_US = 2.0, 4.0
-"""The plan's model, for an H200, in microseconds: per width, a chunk, and a chunk of the segment
-kernel; one join; one more launch."""
+"""The plan's model, for an H200, in microseconds. For each width: a chunk, and a chunk of the
+segment kernel. Then one join, and one more launch."""
 
 
 class Plan(NamedTuple):
@@ -237,7 +237,7 @@ class Parts(NamedTuple):
     """The results of the parallel half: workspace over B * T tokens."""
 
     ag: Pointer | None  # [HV, .., C]: Ag; None without beta
-    beta32: Pointer | None  # [HV, ..] float32: beta; None without
+    beta32: Pointer | None  # [HV, ..] float32: beta; None without beta
     hard: Pointer | None  # [HV, chunks] int32; None without beta, and with float32 inputs
     qkg: Pointer  # [HO, .., C]: scale QKg / qkg_down; float16, or float32 as the inputs
     qkg_down: Pointer | None  # [HO, ..] float32: a power of two per chunk; None if float32 inputs

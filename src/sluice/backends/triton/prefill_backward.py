@@ -50,9 +50,9 @@ memory (triton-lang/triton 11047)."""
 
 STATES_US, WALK_US = (2.7, 1.9), (4.5, 3.5)
 JOIN_US, LAUNCHES_US = 2.0, 12.0
-"""The plan's model, for an H200, in microseconds: a chunk of each walk, and one of its effect; one
-join; three more launches. The forward's were measured; the walk's are in proportion to its
-products."""
+"""The plan's model, for an H200, in microseconds. Of the walk forward (STATES) and the walk back
+(WALK): a chunk, and a chunk of a segment's effect. Then one join, and three more launches. The walk
+forward was measured; the walk back is estimated from its products."""
 STATE_TOKENS, ROOM = 768, 1.0
 """A segment's states and transition take as much memory as the values of STATE_TOKENS tokens. All
 segments together may take ROOM times the memory of v."""
@@ -203,7 +203,7 @@ FLOAT32_MEMORY = {64: 96 << 10, 128: 160 << 10, 256: 288 << 10}
 
 
 def refuse(spec: DeltaBackwardSpec) -> str | None:
-    """With one decay per head or none: float32 keys that do not fit into shared memory."""
+    """Refuse float32 keys that do not fit into shared memory, unless decay is per key."""
     if spec.dtype == torch.float32 and spec.decay != "key":
         needed = FLOAT32_MEMORY[max(64, configs.power_of_two(spec.K))]
         if needed > gpu.shared_memory(spec.device):
@@ -307,8 +307,8 @@ def _walks(
     segments: int,
     columns: int,
 ) -> list[KernelCall]:
-    """The walk over states, and the one back; before them, where sequences are split, the states
-    at the borders of segments."""
+    """The walk over states, and the walk back; where sequences are split, the states at the borders
+    of segments before both."""
     split = w.segments is not None
     common = {
         "k_ptr": memory["k"],
@@ -403,7 +403,7 @@ def _gradients(
     sizes: dict[str, Any],
     units: int,
 ) -> list[KernelCall]:
-    """What pairs of tokens ask; the gradients of queries, then those of keys and gates."""
+    """The last three kernels: pairs of tokens, gradients of queries, then of keys and gates."""
     if w.e is None:
         d = {"d_ptr": memory["v"], **memory.strides("v", "bth", "d")}
     else:

@@ -51,7 +51,7 @@ def _delta(op: Operator, t: Any, o: Any) -> None:
     """``prefill`` and ``decode``: a graph has no limit on tokens, so one form serves both."""
     traced = not isinstance(t.q.shape[1], int)
     p = _checked(op._replace(name="prefill") if traced else op, t, o)
-    _one_row_a_sequence(op.name, t.state, "state", p.B)
+    _one_row_per_sequence(op.name, t.state, "state", p.B)
     g, beta = _float(t.g), _float(t.beta)
     if t.A_log is not None:
         g = raw_decay(g, t.A_log, t.dt_bias)
@@ -93,7 +93,7 @@ def _norm(op: Operator, t: Any, o: Any) -> None:
 def _step(op: Operator, t: Any, o: Any) -> None:
     """A whole layer, with nothing rounded in between."""
     p = _checked(op, _one_token(t), o)
-    _one_row_a_sequence(op.name, t.state, "state", p.N)
+    _one_row_per_sequence(op.name, t.state, "state", p.N)
     qkv, z, b, a = t.qkv, t.z, t.b, t.a
     if o.order == "interleaved":
         heads = SimpleNamespace(num_k_heads=p.HK, r=p.HV // p.HK, head_k_dim=p.K, head_v_dim=p.V)
@@ -187,7 +187,7 @@ def _convolve(op: str, t: Any, o: Any, B: int) -> Tensor:
     x, weight = t.x.float(), t.weight.float()
     if t.state is None:
         return convolution(x, weight, _float(t.bias), None, o.activation)[0]
-    _one_row_a_sequence(op, t.state, "conv_state" if op == "step" else "state", B)
+    _one_row_per_sequence(op, t.state, "conv_state" if op == "step" else "state", B)
     past, kept, L = _read(t.state, t.has_state), weight.shape[1] - 1, t.state.shape[2]
     y, present = convolution(x, weight, _float(t.bias), past[..., L - kept :], o.activation)
     if o.freeze:
@@ -276,7 +276,7 @@ def _refuse(op: str, t: Any, o: Any, backend: str | None) -> None:
         refuse("cu_seqlens", "its operators take no packed sequences")
     for name in ("slots", "write_slots"):
         if getattr(t, name, None) is not None:
-            refuse(name, "a state has one row a sequence, there is no pool")
+            refuse(name, "a state has one row per sequence, there is no pool")
     if getattr(t, "checkpoint_slots", None) is not None:
         refuse("checkpoints", "its operators give the last state only")
     if getattr(t, "window_start", None) is not None:
@@ -287,8 +287,8 @@ def _refuse(op: str, t: Any, o: Any, backend: str | None) -> None:
         refuse("float64", "its operators are float32 and float16")
 
 
-def _one_row_a_sequence(op: str, state: Tensor, name: str, B: int) -> None:
+def _one_row_per_sequence(op: str, state: Tensor, name: str, B: int) -> None:
     """Refuse a pool with more rows than sequences: a node writes all rows."""
     if state.shape[0] != B:
-        expected = "one row a sequence in an ONNX graph"
+        expected = "one row per sequence in an ONNX graph"
         raise ContractError(op, name, expected, f"{state.shape[0]} rows, {B} sequences")

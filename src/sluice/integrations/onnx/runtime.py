@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sluice.contract import arguments
 from sluice.contract.errors import ContractError
 
+_FILE = "a file of sluice export"
 _KINDS = {
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
@@ -31,7 +33,8 @@ class Runner:
         path: the exported file.
         batch: the number of sequences.
         threads: of ONNX Runtime, which chooses by default.
-        providers: execution providers; the CPU's by default. States are kept in host memory.
+        providers: execution providers that this ONNX Runtime has; the CPU's by default. States are
+            kept in host memory.
 
     Call it with the graph's input (``input_ids`` or ``hidden_states``) to get its output.
     ``reset()`` starts new sequences, and ``states`` are the current tensors.
@@ -47,20 +50,34 @@ class Runner:
     ) -> None:
         import onnxruntime
 
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise ContractError("Runner", "batch", "an int of at least 1", repr(batch))
+        arguments.path("Runner", path)
+        arguments.integer("Runner", "batch", batch, 1)
         if not Path(path).is_file():
-            raise ContractError("Runner", "path", "a file of sluice export", str(path))
+            raise ContractError("Runner", "path", _FILE, str(path))
+        there = onnxruntime.get_available_providers()
+        if isinstance(providers, str) or not set(providers) <= set(there):
+            # ONNX Runtime would say so on the terminal, and go on with the CPU
+            raise ContractError("Runner", "providers", f"some of {there}", repr(providers))
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         if threads is not None:
+            arguments.integer("Runner", "threads", threads, 1)
             options.intra_op_num_threads = threads
         self._make_value = onnxruntime.OrtValue.ortvalue_from_numpy
-        self.session = onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+        try:
+            self.session = onnxruntime.InferenceSession(
+                str(path), options, providers=list(providers)
+            )
+        except Exception as error:  # its own classes, which it does not promise
+            raise ContractError("Runner", "path", _FILE, f"{path}: {error}") from error
         self.batch = batch
         inputs = {x.name: x for x in self.session.get_inputs()}
         self._past = {n: x for n, x in inputs.items() if n.startswith("past.")}
-        (self._input,) = (x for n, x in inputs.items() if n not in self._past)
+        own = [x for n, x in inputs.items() if n not in self._past]
+        if len(own) != 1 or own[0].type not in _KINDS:
+            found = ", ".join(f"{x.name} {x.type}" for x in own)
+            raise ContractError("Runner", "path", "one input beside the states", found or "none")
+        (self._input,) = own
         outputs = [x.name for x in self.session.get_outputs()]
         self._output = outputs[0]
         missing = {n.replace("past.", "present.", 1) for n in self._past} - set(outputs)

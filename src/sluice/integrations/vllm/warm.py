@@ -58,7 +58,7 @@ def _batches(layer: Layer, drafts: int, checkpoints: bool, cuda: bool) -> Iterat
 
 
 def _prompts(T: int, decodes: int, kept: bool) -> Batch:
-    """Two prompts of T tokens behind sequences with one."""
+    """Two prompts of T tokens after sequences with one."""
     N = decodes + 2
     borders = torch.empty(N + 1, dtype=torch.int32, device="meta")
     known = torch.empty(N, dtype=torch.bool, device="meta")
