@@ -7,6 +7,7 @@ not tried.
 
 from __future__ import annotations
 
+import importlib
 import unittest
 from types import SimpleNamespace
 
@@ -172,6 +173,27 @@ def test_the_command_line_takes_the_name():
     assert choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count("sluice") == 1
 
 
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [
+        ("sglang.srt.server_args", "add_linear_attn_kernel_backend_choices"),
+        ("sglang.srt.layers.attention.linear.utils", "LinearAttnBackends"),  # not in 0.5.17
+        ("sglang.srt.runtime_context", "get_exec"),  # not in 0.5.12
+    ],
+)
+def test_a_release_without_a_name_gives_one_line_and_offers_nothing(
+    monkeypatch, caplog, home, name
+):
+    monkeypatch.delattr(importlib.import_module(home), name)
+    monkeypatch.setattr(private, "offer", None)
+    monkeypatch.setattr(private, "_said", set())
+    with caplog.at_level("WARNING", logger="sglang.srt.plugins.sluice"):
+        sglang.register()
+        sglang.register()
+    (line,) = caplog.messages
+    assert line.startswith(f"sluice: not offered: this SGLang has no {home}.{name}")
+
+
 def test_chunks_and_decode_continue_a_prompt(server):
     one, two = server.inputs(40), server.inputs(90)
     want = [server.alone(*x) for x in (one, two)]
@@ -220,9 +242,20 @@ def test_the_prefix_cache_gets_the_state_of_a_prompt_cut_there(server):
     assert torch.equal(kept[1], server.cache().conv[0][3])
 
 
-@pytest.mark.parametrize("case", kit.make_gdn_cases("torch_native"), ids=lambda case: case.name)
-def test_sglangs_own_cases(case, monkeypatch):
-    """Its recurrence in plain torch is the judge. They are for a GPU, whose dice are left alone."""
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, id=f"{case.name}-{layout}")
+        for case in kit.make_gdn_cases("torch_native")
+        for layout in ("shuffled_pages", "interleaved_pages", "non_monotonic_extend")
+        if layout != "non_monotonic_extend" or not case.forward_mode.is_decode()
+    ],
+)
+def test_sglangs_own_cases(case, layout, monkeypatch):
+    """Its recurrence in plain torch is the judge. They are for a GPU, whose dice are left alone.
+
+    The layouts are those that SGLang's own tests try.
+    """
     from sluice.integrations.sglang.backend import SluiceGDNAttnBackend
 
     monkeypatch.setattr(kit, "GDNAttnBackend", SluiceGDNAttnBackend)
@@ -231,7 +264,7 @@ def test_sglangs_own_cases(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
     monkeypatch.setattr(private, "asked", lambda name: (True, True))
-    kit.run_gdn_attention_case(unittest.TestCase(), case, device="cpu")
+    kit.run_gdn_attention_case(unittest.TestCase(), case, device="cpu", loc_layout=layout)
 
 
 def test_what_is_not_served_goes_to_sglangs_own_method(server, monkeypatch):

@@ -59,6 +59,31 @@ def test_32_at_once_and_an_abort_in_the_middle(truth):
         _same([finished[i] for i in rest], [truth.tokens[i] for i in rest])
 
 
+def test_two_engines_at_once_and_one_that_is_left_in_the_middle(truth):
+    """States are an engine's own; what one leaves behind is nobody's."""
+    asked = range(6)
+    with engine(truth.folder) as one, engine(truth.folder, enable_prefix_caching=True) as two:
+        found = {}
+        for i in asked:
+            for name, e in (("one", one), ("two", two)):
+                prompt = {"prompt_token_ids": truth.prompts[i]}
+                e.core.add_request(f"{name} {i}", prompt, e.params(NEW_TOKENS))
+        while one.core.has_unfinished_requests() or two.core.has_unfinished_requests():
+            for out in (*one.core.step(), *two.core.step()):
+                if out.finished:
+                    found[out.request_id] = out.outputs[0].token_ids
+        for name in ("one", "two"):
+            _same([found[f"{name} {i}"] for i in asked], truth.tokens[:6])
+        for i in asked:
+            prompt = {"prompt_token_ids": truth.prompts[i]}
+            one.core.add_request(f"left {i}", prompt, one.params(NEW_TOKENS))
+        for _ in range(5):
+            one.core.step()
+        assert one.core.has_unfinished_requests()
+    with engine(truth.folder) as e:
+        _same(e.tokens(truth.prompts[:12], NEW_TOKENS), truth.tokens[:12])
+
+
 def test_chunked_prefill_with_a_small_budget(truth):
     with engine(truth.folder, max_num_batched_tokens=40, max_num_seqs=16) as e:
         _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
@@ -142,40 +167,47 @@ def test_weights_in_split_order(tmp_path):
 
 
 def test_bfloat16_is_closer_to_float32_than_vllms_own(tmp_path):
-    """Every token of six random models' prompts: its log probability, and which token is likeliest.
+    """Six random models: the log probability of every token, asked and answered, and the likeliest.
 
     bfloat16 holds the weights, so the engine's roundings are all that differs. A single prompt says
-    little: roundings of other layers part the ways of both. vLLM's own kernels take no other dtype
-    on a CPU.
+    little: roundings of other layers part the ways of both, so the greedy tokens that equal
+    float32's may be fewer by chance, as models differ (docs/vllm.md). vLLM's own kernels take no
+    other dtype on a CPU.
     """
-    first: dict[bool, list[float]] = {False: [], True: []}
-    error: dict[bool, list[float]] = {False: [], True: []}
-    equal, greedy = {False: 0, True: 0}, {False: 0, True: 0}
+    errors: dict[bool, list[list[float]]] = {on: [[], [], []] for on in (False, True)}
+    likeliest, greedy = {False: 0, True: 0}, {False: [], True: []}
     for seed in range(6):
         truth = known_answers(str(tmp_path / str(seed)), seed, rounded=True)
-        with torch.inference_mode():
-            wanted = [
-                truth.model(torch.tensor([p])).logits[0].log_softmax(-1) for p in truth.prompts
-            ]
         for on in (False, True):
             with engine(truth.folder, on=on, dtype="bfloat16") as e:
                 assert (("sluice" in e.layers()[0]), bool(calls())) == (on, False)
                 outs = e.run(truth.prompts, NEW_TOKENS, logprobs=5, prompt_logprobs=1)
-            for out, prompt, exact in zip(outs, truth.prompts, wanted, strict=True):
+            equal = 0
+            for out, prompt, tokens in zip(outs, truth.prompts, truth.tokens, strict=True):
+                new = out.outputs[0]
+                text = prompt + list(new.token_ids)
+                with torch.inference_mode():
+                    exact = truth.model(torch.tensor([text])).logits[0].log_softmax(-1)
                 for t in range(1, len(prompt)):
                     found, row = out.prompt_logprobs[t], exact[t - 1]
-                    error[on].append(abs(found[prompt[t]].logprob - float(row[prompt[t]])))
-                    likeliest = found.get(int(row.argmax()))
-                    equal[on] += likeliest is not None and likeliest.rank == 1
-            for out, tokens, exact in zip(outs, truth.tokens, truth.logprobs, strict=True):
-                new = out.outputs[0]
-                greedy[on] += sum(a == b for a, b in zip(new.token_ids, tokens, strict=True))
-                first[on] += [abs(x.logprob - float(exact[k])) for k, x in new.logprobs[0].items()]
-    means = {on: (statistics.mean(error[on]), statistics.mean(first[on])) for on in error}
-    print(f"likeliest {equal}, greedy {greedy}, of all and of first tokens {means}")  # noqa: T201
-    assert means[True][0] <= means[False][0]
-    assert means[True][1] <= means[False][1]
-    assert equal[True] >= equal[False]
+                    errors[on][0].append(abs(found[prompt[t]].logprob - float(row[prompt[t]])))
+                    best = found.get(int(row.argmax()))
+                    likeliest[on] += best is not None and best.rank == 1
+                for t, found in enumerate(new.logprobs):
+                    row = exact[len(prompt) - 1 + t]
+                    errors[on][min(t, 1) + 1] += [
+                        abs(x.logprob - float(row[k])) for k, x in found.items()
+                    ]
+                equal += sum(a == b for a, b in zip(new.token_ids, tokens, strict=True))
+            greedy[on].append(equal)
+    means = {on: [statistics.mean(kind) for kind in errors[on]] for on in errors}
+    print(f"likeliest {likeliest}, greedy {greedy}, errors {means}")  # noqa: T201
+    kinds = zip(("prompt", "first token", "later ones"), means[True], means[False], strict=True)
+    for kind, ours, theirs in kinds:
+        assert ours <= theirs, kind
+    assert likeliest[True] >= likeliest[False]
+    more = [a - b for a, b in zip(greedy[True], greedy[False], strict=True)]
+    assert sum(more) >= -3 * statistics.stdev(more) * len(more) ** 0.5
 
 
 def test_batch_invariant_mode_is_offered_with_vllms_own_metadata():

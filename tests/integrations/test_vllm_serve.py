@@ -13,7 +13,7 @@ import torch
 
 from sluice import ops
 from sluice.integrations import engine_calls
-from sluice.integrations.vllm import batch, private, serve, switch, warm
+from sluice.integrations.vllm import batch, private, serve, warm
 from sluice.layers.qwen import QwenShape
 from sluice.testing.compare import assert_within, tolerance
 
@@ -306,64 +306,3 @@ def test_a_prompts_bits_do_not_depend_on_the_batch_in_batch_invariant_mode():
     modes = [call.make()[1]["batch_invariant"] for call in plan if call.op == "prefill"]
     assert modes
     assert all(modes)
-
-
-def _config(**more) -> SimpleNamespace:
-    cache = SimpleNamespace(mamba_cache_mode=more.pop("mode", "align"))
-    return SimpleNamespace(cache_config=cache, speculative_config=None, lora_config=None, **more)
-
-
-_QWEN = SimpleNamespace(hidden_act="silu", linear_key_head_dim=128, linear_value_head_dim=128)
-
-
-@pytest.mark.parametrize(
-    ("platform", "config", "layer", "reason"),
-    [
-        ("cuda", _config(), _QWEN, None),
-        ("cpu", _config(mode="none"), _QWEN, None),
-        ("rocm", _config(), _QWEN, "rocm"),
-        ("cuda", _config(mode="all"), _QWEN, "all"),
-        ("cuda", SimpleNamespace(**{**vars(_config()), "lora_config": 1}), _QWEN, "LoRA"),
-        ("cuda", _config(), SimpleNamespace(**{**vars(_QWEN), "hidden_act": "gelu"}), "gelu"),
-        *(
-            (
-                "cuda",
-                _config(),
-                SimpleNamespace(**{**vars(_QWEN), f"linear_{x}_head_dim": 512}),
-                "wider",
-            )
-            for x in ("key", "value")
-        ),
-    ],
-)
-def test_what_stays_with_vllm(monkeypatch, platform, config, layer, reason):
-    monkeypatch.setattr(switch.private, "platform", lambda: platform)
-    found = switch.why_not(config, layer)
-    assert found is None if reason is None else reason in found
-
-
-@pytest.mark.parametrize(
-    ("drafts", "tree", "served"),
-    [
-        (3, None, True),
-        (8, None, True),
-        (9, None, False),
-        (2, "[(0,), (0, 0)]", True),
-        (2, "[(0,), (1,)]", False),
-    ],
-)
-def test_drafts_that_are_served(monkeypatch, drafts, tree, served):
-    monkeypatch.setattr(switch.private, "platform", lambda: "cuda")
-    config = _config()
-    config.speculative_config = SimpleNamespace(
-        num_speculative_tokens=drafts, speculative_token_tree=tree
-    )
-    assert (switch.why_not(config, _QWEN) is None) == served
-
-
-@pytest.mark.parametrize(
-    ("given", "on"),
-    [({}, False), ({"sluice": True}, True), ({"sluice": False}, False), (None, False)],
-)
-def test_sluice_serves_only_where_it_was_asked(given, on):
-    assert switch.asked(SimpleNamespace(additional_config=given)) == on

@@ -16,6 +16,7 @@ from torch import Tensor
 from sluice.model_calls import ModelCall
 from sluice.warmup import run
 
+SLOWLY = "Plain torch is slow: `sluice doctor` says what is missing"
 _HEADS = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 
 
@@ -55,6 +56,11 @@ def served(calls: list[ModelCall], device: torch.device) -> list[tuple[str, str]
     """Compile the kernels of these calls: each call's operator, and the backend that serves it."""
     found = run(calls, device, None)
     return [(call.op, backend) for call, (_, backend) in zip(calls, found, strict=True)]
+
+
+def slowly(found: Iterable[tuple[str, str]]) -> bool:
+    """Whether an operator is served in plain torch: a package is missing, or a shape is unusual."""
+    return any(backend in ("chunked", "reference") for _, backend in found)
 
 
 def served_by(found: Iterable[tuple[str, str]]) -> str:

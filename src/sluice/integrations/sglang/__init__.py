@@ -27,7 +27,7 @@ def register() -> None:
 
     missing = private.missing()
     if missing is not None:
-        private.say_once(f"not offered: {missing}")
+        private.warn_once(f"not offered: {missing}")
         return
     private.offer(NAME, _around)
 

@@ -117,7 +117,7 @@ class SluiceGDNAttnBackend(_Base):
 
     def _sluice_say(self, reason: str, what: str) -> None:
         if reason:
-            private.say_once(f"SGLang's own kernels serve {what} with {reason}")
+            private.warn_once(f"SGLang's own kernels serve {what} with {reason}")
 
     def _sluice_warm(self, layer: serve.Layer, x: Tensor, slots: Tensor) -> None:
         """Compile everything at the first call: SGLang makes one before it takes requests."""
@@ -128,12 +128,17 @@ class SluiceGDNAttnBackend(_Base):
             return
         _compiled.add(key)
         calls = serve.plan(layer, x.dtype, slots.dtype, x.device.type == "cuda")
-        found = engine_calls.served_by(engine_calls.served(calls, x.device))
+        served = engine_calls.served(calls, x.device)
+        found = engine_calls.served_by(served)
         which = [
             n for n, on in (("decode", self.sluice_decode), ("extend", self.sluice_prefill)) if on
         ]
         alike = "; batch-invariant" if self.sluice_invariant else ""
-        private.say_once(f"serves {' and '.join(which)} of gated delta layers: {found}{alike}")
+        text = f"serves {' and '.join(which)} of gated delta layers: {found}{alike}"
+        if engine_calls.slowly(served):
+            private.warn_once(f"{text}. {engine_calls.SLOWLY}")
+        else:
+            private.say_once(text)
 
 
 def _split(layer: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

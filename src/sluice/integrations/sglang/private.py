@@ -32,11 +32,16 @@ _said: set[str] = set()
 _offered: list[str] = []
 
 
-def say_once(text: str) -> None:
+def say_once(text: str, level: int = logging.INFO) -> None:
     """One line in SGLang's log, once per process."""
     if text not in _said:
         _said.add(text)
-        _log.info("sluice: %s", text)
+        _log.log(level, "sluice: %s", text)
+
+
+def warn_once(text: str) -> None:
+    """The same as a warning: something that sluice was asked for stays with SGLang, or is slow."""
+    say_once(text, logging.WARNING)
 
 
 def missing() -> str | None:
@@ -46,6 +51,8 @@ def missing() -> str | None:
         ("sglang.srt.plugins.hook_registry", "HookRegistry"),
         ("sglang.srt.plugins.hook_registry", "HookType"),
         ("sglang.srt.layers.attention.linear.utils", "LinearAttnKernelBackend"),
+        ("sglang.srt.layers.attention.linear.utils", "LinearAttnBackends"),
+        ("sglang.srt.runtime_context", "get_exec"),
     ):
         try:
             getattr(importlib.import_module(module), name)

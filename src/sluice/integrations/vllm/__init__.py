@@ -26,16 +26,21 @@ def register() -> None:
     """Offer sluice's layer to vLLM. Calling it again has no further effect.
 
     Where vLLM lacks a name that the layer needs, or another plug-in has replaced the layer, one
-    line in the log says so and vLLM's own layer stays.
+    line in the log says so and vLLM's own layer stays. It never raises: vLLM calls it for every
+    model, and an error here would end an engine that nobody asked sluice to serve.
     """
     from sluice.integrations.vllm import private, report
 
     missing = private.missing()
     if missing is not None:
-        report.say_once(f"not offered: {missing}. vLLM's own layers run")
+        report.warn_once(f"not offered: {missing}. vLLM's own layers run")
         return
-    from sluice.integrations.vllm.layer import SluiceGDN
+    try:
+        from sluice.integrations.vllm.layer import SluiceGDN
 
-    other = private.offer(SluiceGDN)
+        other = private.offer(SluiceGDN)
+    except Exception as broken:  # a name that `missing` does not look for
+        report.warn_once(f"not offered: {type(broken).__name__}: {broken}. vLLM's own layers run")
+        return
     if other is not None:
-        report.say_once(f"not offered: {other} has replaced the layer. It stays")
+        report.warn_once(f"not offered: {other} has replaced the layer. It stays")

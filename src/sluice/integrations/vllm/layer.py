@@ -34,7 +34,7 @@ class SluiceGDN(_Base):
             _become_vllm(self)
             _Base.__init__(self, config, *args, **options)
             if reason:
-                report.say_once(f"vLLM's own layers run: {reason}")
+                report.warn_once(f"vLLM's own layers run: {reason}")
             return
         super().__init__(config, *args, **options)
         self.sluice_engine = engine
@@ -45,7 +45,7 @@ class SluiceGDN(_Base):
         except Exception as refusal:  # a shape or dtype that no operator takes
             _become_vllm(self)
             private.choose_forward(self)
-            report.say_once(f"vLLM's own layers run: {refusal}")
+            report.warn_once(f"vLLM's own layers run: {refusal}")
 
     def forward_cuda(self, hidden_states: Tensor) -> Tensor:
         """Input projections, everything between (opaque to vLLM's graphs), output projection."""
@@ -101,7 +101,7 @@ class SluiceGDN(_Base):
         self, metadata: Any, qkvz: Tensor, ba: Any, out: Tensor, new: list[str]
     ) -> None:
         """vLLM's own kernels, on the same pages, for a batch with something unknown."""
-        report.say_once(f"vLLM's own kernels serve batches with {', '.join(new)}")
+        report.warn_once(f"vLLM's own kernels serve batches with {', '.join(new)}")
         n = metadata.num_actual_tokens
         layer = self._sluice_layer()
         qkv, z, b, a = serve.split(layer.shape, qkvz, ba)
@@ -159,12 +159,14 @@ class SluiceGDN(_Base):
         """Which calls this layer will make; layers of one kind share the list."""
         spec = self.get_kv_cache_spec(self.sluice_engine)
         dtype = self.sluice_engine.model_config.dtype
-        key = (self.sluice_shape, spec.shapes, spec.dtypes, spec.page_size_bytes, dtype)
+        pages = (spec.shapes, spec.dtypes, spec.page_size_bytes)
+        kept = _aligned(self.sluice_engine) and private.offers_checkpoints(spec)
+        drafts = self.num_spec or 0
+        key = (self.sluice_shape, pages, dtype, drafts, kept, self.sluice_invariant)
         if key not in _plans:
             layer = self._sluice_on(*private.imagined_pages(spec))
             cuda = private.platform() == "cuda"
-            kept = _aligned(self.sluice_engine) and private.offers_checkpoints(spec)
-            _plans[key] = warm.plan(layer, dtype, self.num_spec or 0, kept, cuda)
+            _plans[key] = warm.plan(layer, dtype, drafts, kept, cuda)
             engine_calls.check(_plans[key], torch.device(private.platform()))
         return key, _plans[key]
 
@@ -173,11 +175,16 @@ class SluiceGDN(_Base):
         if key in _compiled:
             return
         _compiled.add(key)
-        found = engine_calls.served_by(engine_calls.served(calls, device))
+        served = engine_calls.served(calls, device)
+        found = engine_calls.served_by(served)
         drafts = f"; up to {self.num_spec} draft tokens" if self.num_spec else ""
         kept = "; states inside prompts" if _aligned(self.sluice_engine) else ""
         alike = "; batch-invariant" if self.sluice_invariant else ""
-        report.say_once(f"serves the gated delta layers: {found}{drafts}{kept}{alike}")
+        text = f"serves the gated delta layers: {found}{drafts}{kept}{alike}"
+        if engine_calls.slowly(served):
+            report.warn_once(f"{text}. {engine_calls.SLOWLY}")
+        else:
+            report.say_once(text)
 
 
 def _become_vllm(layer: Any) -> None:

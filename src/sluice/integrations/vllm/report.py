@@ -12,8 +12,13 @@ calls: Counter[str] = Counter()
 _said: set[str] = set()
 
 
-def say_once(text: str) -> None:
+def say_once(text: str, level: str = "info") -> None:
     """One line in vLLM's log, once per process."""
     if text not in _said:
         _said.add(text)
-        private.logger().info("sluice: %s", text)
+        getattr(private.logger(), level)("sluice: %s", text)
+
+
+def warn_once(text: str) -> None:
+    """The same as a warning: something that sluice was asked for stays with vLLM, or is slow."""
+    say_once(text, "warning")

@@ -12,13 +12,15 @@ WIDEST = 256
 
 
 def asked(config: Any) -> bool:
-    """``--additional-config '{"sluice": true}'``."""
-    more = getattr(config, "additional_config", None)
-    return isinstance(more, dict) and more.get(NAME) is True
+    """Whether ``--additional-config`` has ``"sluice"``, with anything but false or null."""
+    return _value(config) not in (None, False)
 
 
 def why_not(config: Any, layer_config: Any) -> str | None:
     """Why vLLM's own layer runs although sluice was asked for; None if sluice serves it."""
+    value = _value(config)
+    if value is not True:
+        return f'"{NAME}" in additional_config is {value!r}; true switches it on'
     platform = private.platform()
     if platform not in ("cuda", "cpu"):
         return f"the platform {platform} was never tried"
@@ -35,6 +37,11 @@ def why_not(config: Any, layer_config: Any) -> str | None:
     if platform == "cuda" and max(widths) > WIDEST:
         return f"heads wider than {WIDEST}: {widths}"
     return _why_no_drafts(getattr(config, "speculative_config", None))
+
+
+def _value(config: Any) -> Any:
+    more = getattr(config, "additional_config", None)
+    return more.get(NAME) if isinstance(more, dict) else None
 
 
 def _why_no_drafts(speculative: Any) -> str | None:
