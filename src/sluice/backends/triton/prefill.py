@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sluice.backends.triton import configs, gpu
+from sluice.backends.triton import configs, gpu, prefill_key
 from sluice.backends.triton.arguments import (
     Binding,
     Kernel,
@@ -22,6 +22,14 @@ from sluice.backends.triton.arguments import (
 )
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
+from sluice.backends.triton.prefill_arguments import (
+    WHOLE,
+    checkpoints,
+    pool,
+    query_heads,
+    units_of,
+    value_heads,
+)
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
@@ -31,9 +39,7 @@ PREFILL_INVERSE = Kernel(_FOLDER + "prefill_chunks", "prefill_inverse_kernel")
 PREFILL_STATE = Kernel(_FOLDER + "prefill_state", "prefill_state_kernel")
 PREFILL_SEGMENTS = Kernel(_FOLDER + "prefill_state", "prefill_segments_kernel")
 PREFILL_JOIN = Kernel(_FOLDER + "prefill_state", "prefill_join_kernel")
-PREFILL_KEY = Kernel(_FOLDER + "prefill_key", "prefill_key_kernel")
 
-WHOLE = 1 << 30  # tokens: a segment longer than any sequence
 JOIN_BLOCK_V = 16
 STAGES = 3 if torch.version.hip is None else 1  # an AMD GPU has only 64 kB of shared memory
 EXACT = "tf32x3" if torch.version.hip is None else "ieee"  # as precise as float32 products
@@ -141,96 +147,15 @@ def _stages(p: DeltaSpec) -> int:
 def launches(spec: DeltaSpec) -> Launches:
     """The kernels of ``prefill``."""
     if spec.decay == "key":
-        return per_key_launches(spec)
+        return prefill_key.launches(spec)
     return planned_launches(spec, best_plan(spec, gpu.processors(spec.device)))
 
 
 def all_launches(spec: DeltaSpec) -> list[Launches]:
     """The kernels of every plan that calls like this one need, at any size."""
     if spec.decay == "key":
-        return [per_key_launches(spec)]
+        return [prefill_key.launches(spec)]
     return [planned_launches(spec, plan) for plan in all_plans(spec)]
-
-
-def per_key_launches(spec: DeltaSpec) -> Launches:
-    """Decay per key: one kernel, no workspace, no split."""
-    memory, p = Binding(spec), spec
-    block = min(32 if p.K <= 128 else 16, max(16, configs.power_of_two(p.V)))
-    call = kernel_call(
-        PREFILL_KEY,
-        units_of(p, WHOLE, tail=True) * p.HV * configs.blocks(p.V, block),
-        Config(num_warps=4),
-        p.device,
-        q_ptr=memory["q"],
-        k_ptr=memory["k"],
-        v_ptr=memory["v"],
-        g_ptr=memory["g"],
-        beta_ptr=memory["beta"],
-        A_log_ptr=memory.dense("A_log"),
-        dt_bias_ptr=memory.dense("dt_bias"),
-        o_ptr=memory["out"],
-        **pool(p, memory),
-        write_slots_ptr=memory.dense("write_slots"),
-        cu_seqlens_ptr=memory.dense("cu_seqlens"),
-        **checkpoints(p, memory),
-        scale=p.q_scale,
-        beta_scale=p.beta_scale,
-        N=p.N,
-        T=p.T,
-        segment_size=WHOLE,
-        **memory.strides("q", "bth"),
-        **memory.strides("k", "bth"),
-        **memory.strides("v", "bth"),
-        **memory.strides("g", "bth"),
-        **memory.strides("beta", "bth"),
-        **memory.strides("out", "bth", "o"),
-        **value_heads(p),
-        **query_heads(p),
-        K=p.K,
-        V=p.V,
-        BLOCK_K=max(16, configs.power_of_two(p.K)),
-        BLOCK_V=block,
-        NORMALIZE_QK=p.normalize_qk,
-    )
-    return Launches(spec, memory, [call])
-
-
-def value_heads(p: DeltaSpec) -> dict[str, int]:
-    """The arguments of kernels whose programs own a value head: how they find it and its keys."""
-    return {
-        "HV": p.HV,
-        "inverse_HV": inverse(p.HV),
-        "R_K": p.HV // p.HK,
-        "inverse_R_K": inverse(p.HV // p.HK),
-    }
-
-
-def query_heads(p: DeltaSpec) -> dict[str, int]:
-    """The arguments of kernels that read queries: how they find them from a value head."""
-    R_Q = max(p.HV // p.HQ, 1)
-    return {"R_Q": R_Q, "inverse_R_Q": inverse(R_Q), "READERS": p.HO // p.HV}
-
-
-def pool(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
-    """The arguments of kernels that read states."""
-    return {
-        "state_ptr": memory["state"],
-        "slots_ptr": memory.dense("slots"),
-        "has_state_ptr": memory.dense("has_state"),
-        "pad_slot": p.pad_slot,
-        "stride_state_p": p.state.strides[0],
-        "STATE_KV": p.state_layout == "kv",
-    }
-
-
-def checkpoints(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
-    """The arguments of kernels that write checkpoints."""
-    return {
-        "checkpoint_slots_ptr": memory.dense("checkpoint_slots"),
-        "checkpoint_positions_ptr": memory.dense("checkpoint_positions"),
-        "M": 0 if p.checkpoint_slots is None else p.checkpoint_slots.shape[1],
-        "every": p.checkpoint_every,
-    }
 
 
 class Parts(NamedTuple):
@@ -473,10 +398,3 @@ def join_call(p: DeltaSpec, memory: Binding, segments: Pointer, segment: int) ->
         STAGES=STAGES if gpu.shared_memory(p.device) >= 160 << 10 else 1,
         PRECISION=EXACT,
     )
-
-
-def units_of(p: DeltaSpec, size: int, *, tail: bool) -> int:
-    """Work units of ``size`` tokens (work_units.py): at least one per sequence."""
-    if not p.varlen:
-        return p.N * max(configs.blocks(p.T, size), 1)
-    return p.T // size + p.N + (1 if tail else 0)

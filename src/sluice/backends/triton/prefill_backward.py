@@ -24,9 +24,8 @@ from sluice.backends.triton.prefill import (
     JOIN_BLOCK_V,
     SEGMENTS,
     STAGES,
-    WHOLE,
-    units_of,
 )
+from sluice.backends.triton.prefill_arguments import WHOLE, units_of
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
