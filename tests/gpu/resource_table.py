@@ -2,8 +2,9 @@
 
     python -m tests.gpu.resource_table [--code] [sm_80 sm_89 ...] [name ...]
 
-A name selects rows that contain it; ``--code`` adds a hash of the machine code, to see whether a
-change touched it. With another Triton: ``PYTHONPATH=DIR:src``.
+"in loops": the instructions of a loop that read or write the stack, at most; the rest is saved once
+and read once. A name selects rows that contain it; ``--code`` adds a hash of the machine code, to
+see whether a change touched it. With another Triton: ``PYTHONPATH=DIR:src``.
 """
 # ruff: noqa: T201
 
@@ -32,9 +33,11 @@ from tests.gpu.cross import (
     compile_for,
     gpu_like,
     kernel_calls,
+    loops,
     resources,
     sass,
     specs_of,
+    stack_accesses,
 )
 from tests.training import layer_calls
 from tests.training.calls import Call
@@ -85,7 +88,7 @@ def main() -> None:
     names = [x for x in given if x not in TARGETS]
     print(f"Triton {triton.__version__}")
     for target in [x for x in given if x in TARGETS] or NVIDIA:
-        print(f"\n{target:70} registers  stack  shared")
+        print(f"\n{target:70} registers  stack  in loops  shared")
         seen: set[str] = set()
         with gpu_like(target) as device:
             for name, call in every(device):
@@ -95,11 +98,13 @@ def main() -> None:
                 seen.add(label)
                 code = compile_for(call, target)
                 used = resources(code)
-                row = f"{label:70} {used.registers:9} {used.spills:6} {used.shared:7}"
+                text = sass(code) if used.spills or "--code" in sys.argv else ""
+                inside = max(map(stack_accesses, loops(text)), default=0)
+                row = f"{label:70} {used.registers:9} {used.spills:6} {inside:9} {used.shared:7}"
                 if used.shared > 1024 * SHARED[target]:
                     row += "  does not fit"
                 if "--code" in sys.argv:
-                    lines = re.findall(r"/\*[0-9a-f]{4,}\*/.*", sass(code))
+                    lines = re.findall(r"/\*[0-9a-f]{4,}\*/.*", text)
                     row += "  " + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
                 print(row, flush=True)
 

@@ -49,6 +49,8 @@ PRODUCTS, INVERSE = Config(num_warps=4, maxnreg=96), Config(num_warps=1)
 """With 96 registers per thread an SM holds five programs of the products instead of three, which is
 worth the 8 bytes they spill (16-bit inputs, K = 128, Hopper). The inverse is fastest without a
 limit."""
+REGISTERS_ELSEWHERE = 128
+"""The limit for the products on other GPUs, where they need more: four programs per SM."""
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216, 1536) for i in range(16))
 """The lengths of a segment, in tokens, that a plan may choose."""
 STATE_TOKENS, ROOM = 512, 0.38
@@ -68,10 +70,14 @@ class Plan(NamedTuple):
     num_warps: int
     stages: int
 
-    @property
-    def config(self) -> Config:
-        """How the serial kernels are compiled."""
-        return Config(num_warps=self.num_warps, num_stages=self.stages, fp_fusion=True)
+    def config(self, hard: bool, device: torch.device) -> Config:
+        """How the serial kernels are compiled.
+
+        Programs with hard chunks hold twice the operands: where two programs share an SM, they get
+        twice the warps, and an SM to themselves.
+        """
+        warps = 8 if hard and gpu.shares_sm(device) else self.num_warps
+        return Config(num_warps=warps, num_stages=self.stages, fp_fusion=True)
 
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
@@ -84,10 +90,11 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
         return Plan(0, 16, 4, 1)
     if p.K > 128:
         columns = 64 if gpu.has_wgmma(p.device) and p.V > 32 else 16
-        return Plan(0, columns, 8 if columns > 16 else 4, min(_stages(p), 2))
+        return Plan(0, columns, 8 if columns > 16 else 4, min(_stages(p, shares=False), 2))
     narrow, wide = widths(p)
     if p.batch_invariant:
         return wide
+    processors *= 2 if gpu.shares_sm(p.device) else 1
     sequences = max(p.N, 1)
     longest = p.T if not p.varlen else -(-p.T // sequences)
     room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
@@ -112,13 +119,15 @@ def all_plans(p: DeltaSpec) -> list[Plan]:
 def widths(p: DeltaSpec) -> tuple[Plan, Plan]:
     """The narrowest plan that is fast, and the widest that a program can hold.
 
-    Hopper's tensor cores take 64 rows, and two groups of four warps share them. Other GPUs are
-    faster with half of that.
+    Hopper's tensor cores take 64 rows, and two groups of four warps share them. On other GPUs a
+    program has half of that, and an SM two programs: 64 columns in eight warps would take as many
+    registers, and more than a thread may have.
     """
     rows = 64 if gpu.has_wgmma(p.device) else 32
     columns = max(16, configs.power_of_two(p.V))
-    narrow = Plan(0, min(rows, columns), 8 if min(rows, columns) == 64 else 4, _stages(p))
-    if columns <= rows or torch.version.hip is not None:
+    stages = _stages(p, shares=gpu.shares_sm(p.device))
+    narrow = Plan(0, min(rows, columns), 8 if min(rows, columns) == 64 else 4, stages)
+    if columns <= rows or not gpu.has_wgmma(p.device):
         return narrow, narrow
     return narrow, narrow._replace(BLOCK_V=2 * rows, num_warps=8)
 
@@ -138,9 +147,9 @@ def _cost(
     return cost + (segments - 1) * JOIN_US + 2 * LAUNCH_US
 
 
-def _stages(p: DeltaSpec) -> int:
-    """STAGES, or fewer: with less than 160 kB of shared memory, or several readers per state."""
-    fewer = (gpu.shared_memory(p.device) < 160 << 10) + p.HO // p.HV - 1
+def _stages(p: DeltaSpec, *, shares: bool) -> int:
+    """STAGES, or fewer: less than 160 kB of shared memory, a second program, several readers."""
+    fewer = (gpu.shared_memory(p.device) < 160 << 10) + shares + p.HO // p.HV - 1
     return max(1, STAGES - fewer)
 
 
@@ -208,11 +217,12 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         "tokens": p.B * p.T,
     }
     precision, usual = EXACT if exact else "tf32", not exact and p.K <= 128
+    most = REGISTERS_ELSEWHERE if gpu.shares_sm(p.device) else PRODUCTS.maxnreg
     units = units_of(p, CHUNK, tail=True)
     products = kernel_call(
         PREFILL_PRODUCTS,
         units * p.HK,
-        PRODUCTS if usual else PRODUCTS._replace(maxnreg=None),
+        PRODUCTS._replace(maxnreg=most if usual else None),
         p.device,
         q_ptr=memory["q"],
         k_ptr=memory["k"],
@@ -292,7 +302,7 @@ def last_calls(
         kernel_call(
             PREFILL_STATE,
             units_of(p, segment, tail=False) * p.HV * configs.blocks(p.V, plan.BLOCK_V),
-            plan.config,
+            plan.config(hard, p.device),
             p.device,
             **serial_arguments(p, memory, parts, plan),
             q_ptr=memory["q"],
@@ -360,7 +370,7 @@ def segment_calls(
         kernel_call(
             PREFILL_SEGMENTS,
             units_of(p, plan.segment, tail=False) * p.HV * blocks,
-            plan.config,
+            plan.config(hard, p.device),
             p.device,
             **serial_arguments(p, memory, parts, plan),
             segments_ptr=segments,
