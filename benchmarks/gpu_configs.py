@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python benchmarks/gpu_configs.py [copy decode verify step conv_qkv] [--quick]
     PYTHONPATH=src python benchmarks/gpu_configs.py decode_kv verify_kv step_kv    # states [K, V]
+    PYTHONPATH=src python benchmarks/gpu_configs.py prefill_key    # decay per key, both ways
     PYTHONPATH=src python benchmarks/gpu_configs.py check --part 0/8    # and 1/8, .. side by side
 
 This is where the rows of backends/triton/configs.py come from. A line is printed only after its
-output matched the reference backend. Times are CUDA graph replays of calls that each have inputs,
+output matched the reference backend's. Times are CUDA graph replays of calls that each have inputs,
 pool rows and outputs of their own, together five times the L2 cache, so that every call finds it
 cold; a number is the median, in microseconds. "now" is what configs.py holds.
 """
@@ -272,6 +273,44 @@ def conv_rows(sizes: tuple[int, ...]) -> Iterator[str]:
         yield f"conv_qkv {brief(config):32} " + "  ".join(rates)
 
 
+def key_inputs(T: int, sets: int) -> list[dict[str, Any]]:
+    """Calls of prefill with one decay per key, raw gates and norm, as in a KDA layer."""
+    gen = torch.Generator("cuda").manual_seed(T)
+
+    def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen, device="cuda", dtype=dtype)
+
+    rates = {"A_log": randn(HV, dtype=FP32), "dt_bias": randn(HV, K, dtype=FP32)}
+    fixed = {**rates, "normalize_qk": True}
+    return [
+        {
+            "q": randn(1, T, HV, K), "k": randn(1, T, HV, K), "v": randn(1, T, HV, V),
+            "g": randn(1, T, HV, K), "beta": randn(1, T, HV),
+            "state": randn(1, HV, V, K, dtype=FP32).mul_(0.3), **fixed,
+        }
+        for _ in range(sets)
+    ]  # fmt: skip
+
+
+def time_key(T: int) -> float:
+    (one,) = key_inputs(min(T, 200), 1)
+    state = one["state"].clone()
+    mine = sluice.prefill(**one, backend="triton")[0]
+    matches(mine, sluice.prefill(**(one | {"state": state}), backend="reference")[0])
+    matches(one["state"], state)
+    calls = key_inputs(T, sets_for(5 * T * HV * K * 2))
+    return microseconds([lambda kw=kw: sluice.prefill(**kw, backend="triton") for kw in calls])
+
+
+def key_rows(sizes: tuple[int, ...]) -> Iterator[str]:
+    major = torch.cuda.get_device_capability()[0]
+    for way, chosen in (("whole", (major,)), ("pieces", ())):
+        with replaced(configs, "KEY_WHOLE", chosen):
+            times = {T: time_key(T) for T in sizes}
+        now = "now" if (major in configs.KEY_WHOLE) == bool(chosen) else ""
+        yield f"prefill_key {way} {now:4} " + "  ".join(f"{T}: {t:.1f}" for T, t in times.items())
+
+
 @triton.jit
 def copy_kernel(
     state_ptr,
@@ -361,6 +400,7 @@ def main() -> None:
         "verify_kv": lambda: decode_rows("verify", drafts, 4, "kv"),
         "step": lambda: step_rows(steps),
         "step_kv": lambda: step_rows(steps, "kv"),
+        "prefill_key": lambda: key_rows((2048,) if few else (512, 2048, 8192)),
         "conv_qkv": lambda: conv_rows(
             (4096, 8192, 16384) if few else (512, 2048, 4096, 8192, 16384)
         ),

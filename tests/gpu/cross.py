@@ -142,6 +142,20 @@ def instructions(compiled: Any) -> int | None:
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass(compiled), flags=re.MULTILINE))
 
 
+def loops(code: str) -> list[str]:
+    """The bodies of the loops in disassembled machine code, inner ones by themselves too."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, flags=re.MULTILINE)
+    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    jumps = [(i, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line)) for i, (_, line) in enumerate(lines)]
+    back = [(at[int(to[1], 16)], i) for i, to in jumps if to and at[int(to[1], 16)] < i]
+    return ["\n".join(line for _, line in lines[a : b + 1]) for a, b in back]
+
+
+def stack_accesses(code: str) -> int:
+    """How many instructions of disassembled machine code read or write the stack."""
+    return len(re.findall(r"\b(?:LDL|STL)\b", code))
+
+
 def sass(compiled: Any) -> str:
     """The machine code, disassembled."""
     return _cuobjdump(compiled, "-sass")

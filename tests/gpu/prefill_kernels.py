@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import sluice
-from sluice.backends.triton import prefill
+from sluice.backends.triton import prefill, prefill_key
 from sluice.backends.triton.arguments import KernelCall
 from tests.gpu.cross import gpu_like, specs_of
 
@@ -30,6 +30,8 @@ SPILLS = {
     "prefill_state_kernel": 224,
     "prefill_segments_kernel": 16,
     "prefill_key_kernel": 376,  # with Triton 3.9 and head counts at launch; 344 as constants
+    "prefill_key_chunks_kernel": 48,
+    "prefill_key_states_kernel": 48,
 }
 SPILLS_HARD = {"prefill_state_kernel": 656, "prefill_segments_kernel": 104}
 SPILLS_256 = {"prefill_inverse_kernel": 704, "prefill_state_kernel": 800}
@@ -71,6 +73,7 @@ CALLS = {
     "per key": (None, functools.partial(call, per_key=True)),
     "per key, raw": (None, functools.partial(call, per_key=True, raw=True)),
     "per key, no beta": (None, functools.partial(call, "gated", per_key=True)),
+    "per key, pieces": ("pieces", functools.partial(call, per_key=True)),
 }
 
 
@@ -80,4 +83,6 @@ def launches(name: str, target: str) -> list[KernelCall]:
         (spec,) = specs_of(made, device)
         if cut is None:
             return prefill.launches(spec).calls
+        if cut == "pieces":  # as GPUs other than Hopper's
+            return prefill_key.in_pieces(spec).calls
         return prefill.planned_launches(spec, PLANS[target][cut]).calls

@@ -50,7 +50,8 @@ SPILLS = {
     "backward_keys_kernel": 536,
     "backward_inverse_kernel": 48,  # with Triton 3.9; 32 with 3.6
 }
-"""Bytes of stack per thread on Hopper, 32 where a kernel is not named."""
+SPILLS_ELSEWHERE = {"backward_inverse_kernel": 32, "backward_keys_kernel": 32}
+"""Bytes of stack per thread on Hopper, 32 where a kernel is not named, and on sm_89, 0 there."""
 USUAL = Call("usual", B=1, T=2048, K=128, V=128)
 PER_KEY = USUAL.of(name="per key", decay="key")
 
@@ -125,8 +126,8 @@ def test_the_kernels_fit(target, call):
     for launch in launches(target, partial(prefill, call, BFLOAT16)):
         used, kernel = resources(compile_for(launch, target)), launch.kernel.name
         assert used.shared <= 1024 * SHARED[target], f"{kernel}: {used}"
-        if target == "sm_90":
-            assert used.spills <= SPILLS.get(kernel, 32), f"{kernel}: {used}"
+        allowed = SPILLS.get(kernel, 32) if target == "sm_90" else SPILLS_ELSEWHERE.get(kernel, 0)
+        assert used.spills <= allowed, f"{kernel}: {used}"
 
 
 def test_no_operand_is_the_transpose_of_what_a_product_made():

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from sluice.backends.triton import interpreted, prefill
-from tests.gpu.cross import SHARED, compile_for, resources, sass
+from tests.gpu.cross import SHARED, compile_for, loops, resources, sass, stack_accesses
 from tests.gpu.prefill_kernels import (
     CALLS,
     SPILLS,
@@ -59,13 +59,9 @@ def test_a_kernel_of_prefill_compiles_and_fits(target, name, monkeypatch):
 
 def inner_loops(code: str) -> list[str]:
     """The bodies of the innermost machine-code loops that contain products."""
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, flags=re.MULTILINE)
-    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
-    jumps = [(i, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line)) for i, (_, line) in enumerate(lines)]
-    back = [(at[int(to[1], 16)], i) for i, to in jumps if to and at[int(to[1], 16)] < i]
-    inner = [(a, b) for a, b in back if not any(a <= c and d < b for c, d in back)]
-    bodies = ["\n".join(line for _, line in lines[a : b + 1]) for a, b in inner]
-    return [body for body in bodies if "HGMMA" in body]
+    bodies = loops(code)
+    inner = [x for x in bodies if not any(y != x and y in x for y in bodies)]
+    return [body for body in inner if "HGMMA" in body]
 
 
 @pytest.mark.parametrize(("name", "spills", "shared"), [("narrow", 0, 8), ("split", 16, 4)])
@@ -80,13 +76,12 @@ def test_the_loops_of_the_serial_half(name, spills, shared):
         if kernel not in ("prefill_state_kernel", "prefill_segments_kernel"):
             continue
         hard = serial.arguments["HARD"]
-        loops = inner_loops(sass(compile_for(serial, "sm_90")))
-        assert len(loops) == 1 + hard
-        for loop in loops:
-            found = len(re.findall(r"\b(?:LDL|STL)\b", loop))
-            assert found <= (44 if hard else spills), kernel
+        found = inner_loops(sass(compile_for(serial, "sm_90")))
+        assert len(found) == 1 + hard
+        for loop in found:
+            assert stack_accesses(loop) <= (44 if hard else spills), kernel
             products = re.findall(r"HGMMA\S+ R\d+, (R\d+|gdesc)", loop)
             assert products.count("gdesc") == shared, kernel
         if hard:
-            usual, more = sorted(len(re.findall("HGMMA", loop)) for loop in loops)
+            usual, more = sorted(len(re.findall("HGMMA", loop)) for loop in found)
             assert usual < more, "hard chunks add Vd's second term"

@@ -15,13 +15,13 @@ from sluice.backends.triton import gpu
 from sluice.backends.triton import prefill as portable
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.launch import Launches
+from sluice.backends.triton.prefill_arguments import WHOLE, checkpoints, pool, units_of
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
 CHUNKS = Kernel("sluice.backends.hopper.kernels.chunks_kernel", "hopper_chunks_kernel")
 STATE = Kernel("sluice.backends.hopper.kernels.state_kernel", "hopper_state_kernel")
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory
-WHOLE = portable.WHOLE
 CHUNK_REGISTERS = 128  # per thread of the parallel half: four programs per SM
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
 """Tokens of a segment: what a plan may choose."""
@@ -54,7 +54,7 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
         return best[1]
     room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
     for segment in SEGMENTS:
-        if segment >= longest or portable.units_of(p, segment, tail=False) > room:
+        if segment >= longest or units_of(p, segment, tail=False) > room:
             continue
         segments, length = -(-longest // segment), segment // CHUNK
         effects = -(-sequences * (segments - 1) * p.HV * 2 // processors)
@@ -94,7 +94,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     parts = workspace(p, memory)
     calls, segments = [chunks_call(p, memory, parts)], None
     if plan.segment:
-        units = portable.units_of(p, plan.segment, tail=False)
+        units = units_of(p, plan.segment, tail=False)
         segments = portable.segment_states(p, memory, units)
         effects = plan._replace(BLOCK_V=128)
         calls.append(states_call(p, memory, parts, effects, segments, output=False))
@@ -150,9 +150,9 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
 
 def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
-    heads, units = key_heads(p.HK, p.HV), portable.units_of(p, CHUNK, tail=True)
+    heads, units = key_heads(p.HK, p.HV), units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
-    saves = portable.checkpoints(p, memory)
+    saves = checkpoints(p, memory)
     return _call(
         CHUNKS,
         (units + tails(p)) * (p.HK // heads),
@@ -206,14 +206,14 @@ def states_call(
     segment = plan.segment or WHOLE
     saves = dict.fromkeys(("checkpoint_slots_ptr", "checkpoint_positions_ptr", "M", "every"))
     if output and p.checkpoint_slots is not None:
-        saves = portable.checkpoints(p, memory)
+        saves = checkpoints(p, memory)
     waiting = None
     if output and tails(p) and p.state_dtype != torch.float32:
         waiting = memory.scratch("ws.waiting", tails(p), p.HV, p.V, p.K)
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
     return _call(
         STATE,
-        portable.units_of(p, segment, tail=False) * p.HV * blocks,
+        units_of(p, segment, tail=False) * p.HV * blocks,
         q_desc=_tiles(p, "q", COPY_WIDTH),
         k_desc=_tiles(p, "k", COPY_WIDTH),
         v_desc=_tiles(p, "v", COPY_WIDTH),
@@ -231,7 +231,7 @@ def states_call(
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
         segments_ptr=segments,
-        **portable.pool(p, memory),
+        **pool(p, memory),
         write_slots_ptr=memory.dense("write_slots"),
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
         **saves,

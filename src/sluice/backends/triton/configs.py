@@ -130,6 +130,9 @@ def conv(D: int, tokens: int) -> Config:
 # per thread an SM holds 32 programs of one warp, the most it can.
 FEW_REGISTERS, FEW_BEFORE = 64, (3, 8)
 """The limit, and the release of Triton whose code would spill 104 bytes with so few."""
+CHECKPOINT_REGISTERS = 168
+"""The limit of calls with checkpoints on GPUs other than Hopper's: the fewest without spills, of a
+multiple of programs per SM (12). With 64 they would spill 328 bytes (sm_80); not measured."""
 _ONE = Config(num_warps=1, BLOCK_T=1, UNIT_T=1, fp_fusion=True)
 CONV_QKV: tuple[Row, ...] = (
     Row(1, _ONE),
@@ -178,6 +181,32 @@ NORM = Config(num_warps=4, BLOCK_T=16)
 def norm(V: int) -> Config:
     """About 2,048 elements per program, whatever the width."""
     return NORM._replace(BLOCK_T=max(1, 128 * NORM.BLOCK_T // power_of_two(V)))
+
+
+# prefill with decay per key: one kernel, which needs more registers than a thread has and ran on an
+# H200; or two, which spill next to nothing and have run in Triton's interpreter alone
+# (docs/kernels/prefill.md). These major numbers of a compute capability take the one kernel.
+KEY_WHOLE: tuple[int, ...] = (9,)
+KEY = Config(num_warps=4, BLOCK_V=32)
+# The second way, by a model of registers, not measured. A warp owns 16 value columns, the fewest
+# that a product has, so a state takes K / 2 registers per thread. The operands of one piece, in two
+# terms each, take 2 · PIECE_K; addresses and the rest about 100. Two warps per program: of four
+# warps and 64 columns, compilers for Hopper make products of another kind.
+KEY_CHUNKS = Config(num_warps=1, PIECE_K=16)
+KEY_STATES = Config(num_warps=2, BLOCK_V=32, PIECE_K=32)
+
+
+def prefill_key(K: int, V: int) -> Config:
+    """Of the one kernel: no more columns than there are, half of them for wide keys."""
+    columns = KEY.BLOCK_V if K <= 128 else KEY.BLOCK_V // 2
+    return KEY._replace(BLOCK_V=min(columns, max(16, power_of_two(V))))
+
+
+def prefill_key_states(K: int, V: int) -> Config:
+    """Of the kernel that carries states in pieces: no more columns and keys than there are."""
+    columns = min(KEY_STATES.BLOCK_V, max(16, power_of_two(V)))
+    pieces = min(KEY_STATES.PIECE_K, max(16, power_of_two(K)))
+    return KEY_STATES._replace(num_warps=columns // 16, BLOCK_V=columns, PIECE_K=pieces)
 
 
 def _pick(rows: tuple[Row, ...], work: int) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.backends.triton import configs
+from sluice.backends.triton import configs, gpu
 from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
 from sluice.backends.triton.conv import average, shared, units
 from sluice.backends.triton.launch import Launches
@@ -38,6 +38,8 @@ def launches(spec: ConvQkvSpec) -> Launches:
     """The kernel of ``conv_qkv``."""
     memory, p = Binding(spec), spec
     config = configs.conv_qkv(p.K, p.V, average(p), p.x.dtype.itemsize)
+    if config.maxnreg and p.checkpoints != "none" and gpu.shares_sm(p.device):
+        config = config._replace(maxnreg=configs.CHECKPOINT_REGISTERS)
     parts = 2 * p.HK + p.HV + (p.g is not None or p.beta is not None)
     call = kernel_call(
         CONV_QKV,

@@ -73,6 +73,15 @@ def has_wgmma(device: torch.device) -> bool:
     return capability(device)[0] == 9
 
 
+def shares_sm(device: torch.device) -> bool:
+    """Whether prefill is planned for two programs of four warps per SM, by a model alone.
+
+    That is every NVIDIA GPU but Hopper's, whose plans were measured (docs/kernels/triton.md): a
+    thread has up to 255 of an SM's 65,536 registers, so eight warps fit.
+    """
+    return torch.version.hip is None and not has_wgmma(device)
+
+
 def overlaps(device: torch.device) -> bool:
     """Whether it can launch a kernel while the one before it ends (see ``begin``)."""
     return capability(device) >= (9, 0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sluice.backends.triton import configs, gpu
+from sluice.backends.triton import configs, gpu, prefill_key
 from sluice.backends.triton.arguments import (
     Binding,
     Kernel,
@@ -22,6 +22,14 @@ from sluice.backends.triton.arguments import (
 )
 from sluice.backends.triton.configs import Config
 from sluice.backends.triton.launch import Launches
+from sluice.backends.triton.prefill_arguments import (
+    WHOLE,
+    checkpoints,
+    pool,
+    query_heads,
+    units_of,
+    value_heads,
+)
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
@@ -31,9 +39,7 @@ PREFILL_INVERSE = Kernel(_FOLDER + "prefill_chunks", "prefill_inverse_kernel")
 PREFILL_STATE = Kernel(_FOLDER + "prefill_state", "prefill_state_kernel")
 PREFILL_SEGMENTS = Kernel(_FOLDER + "prefill_state", "prefill_segments_kernel")
 PREFILL_JOIN = Kernel(_FOLDER + "prefill_state", "prefill_join_kernel")
-PREFILL_KEY = Kernel(_FOLDER + "prefill_key", "prefill_key_kernel")
 
-WHOLE = 1 << 30  # tokens: a segment longer than any sequence
 JOIN_BLOCK_V = 16
 STAGES = 3 if torch.version.hip is None else 1  # an AMD GPU has only 64 kB of shared memory
 EXACT = "tf32x3" if torch.version.hip is None else "ieee"  # as precise as float32 products
@@ -43,6 +49,8 @@ PRODUCTS, INVERSE = Config(num_warps=4, maxnreg=96), Config(num_warps=1)
 """With 96 registers per thread an SM holds five programs of the products instead of three, which is
 worth the 8 bytes they spill (16-bit inputs, K = 128, Hopper). The inverse is fastest without a
 limit."""
+REGISTERS_ELSEWHERE = 128
+"""The limit for the products on other GPUs, where they need more: four programs per SM."""
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216, 1536) for i in range(16))
 """The lengths of a segment, in tokens, that a plan may choose."""
 STATE_TOKENS, ROOM = 512, 0.38
@@ -62,10 +70,14 @@ class Plan(NamedTuple):
     num_warps: int
     stages: int
 
-    @property
-    def config(self) -> Config:
-        """How the serial kernels are compiled."""
-        return Config(num_warps=self.num_warps, num_stages=self.stages, fp_fusion=True)
+    def config(self, hard: bool, device: torch.device) -> Config:
+        """How the serial kernels are compiled.
+
+        Programs with hard chunks hold twice the operands: where two programs share an SM, they get
+        twice the warps, and an SM to themselves.
+        """
+        warps = 8 if hard and gpu.shares_sm(device) else self.num_warps
+        return Config(num_warps=warps, num_stages=self.stages, fp_fusion=True)
 
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
@@ -78,10 +90,11 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
         return Plan(0, 16, 4, 1)
     if p.K > 128:
         columns = 64 if gpu.has_wgmma(p.device) and p.V > 32 else 16
-        return Plan(0, columns, 8 if columns > 16 else 4, min(_stages(p), 2))
+        return Plan(0, columns, 8 if columns > 16 else 4, min(_stages(p, shares=False), 2))
     narrow, wide = widths(p)
     if p.batch_invariant:
         return wide
+    processors *= 2 if gpu.shares_sm(p.device) else 1
     sequences = max(p.N, 1)
     longest = p.T if not p.varlen else -(-p.T // sequences)
     room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
@@ -106,13 +119,15 @@ def all_plans(p: DeltaSpec) -> list[Plan]:
 def widths(p: DeltaSpec) -> tuple[Plan, Plan]:
     """The narrowest plan that is fast, and the widest that a program can hold.
 
-    Hopper's tensor cores take 64 rows, and two groups of four warps share them. Other GPUs are
-    faster with half of that.
+    Hopper's tensor cores take 64 rows, and two groups of four warps share them. On other GPUs a
+    program has half of that, and an SM two programs: 64 columns in eight warps would take as many
+    registers, and more than a thread may have.
     """
     rows = 64 if gpu.has_wgmma(p.device) else 32
     columns = max(16, configs.power_of_two(p.V))
-    narrow = Plan(0, min(rows, columns), 8 if min(rows, columns) == 64 else 4, _stages(p))
-    if columns <= rows or torch.version.hip is not None:
+    stages = _stages(p, shares=gpu.shares_sm(p.device))
+    narrow = Plan(0, min(rows, columns), 8 if min(rows, columns) == 64 else 4, stages)
+    if columns <= rows or not gpu.has_wgmma(p.device):
         return narrow, narrow
     return narrow, narrow._replace(BLOCK_V=2 * rows, num_warps=8)
 
@@ -132,105 +147,24 @@ def _cost(
     return cost + (segments - 1) * JOIN_US + 2 * LAUNCH_US
 
 
-def _stages(p: DeltaSpec) -> int:
-    """STAGES, or fewer: with less than 160 kB of shared memory, or several readers per state."""
-    fewer = (gpu.shared_memory(p.device) < 160 << 10) + p.HO // p.HV - 1
+def _stages(p: DeltaSpec, *, shares: bool) -> int:
+    """STAGES, or fewer: less than 160 kB of shared memory, a second program, several readers."""
+    fewer = (gpu.shared_memory(p.device) < 160 << 10) + shares + p.HO // p.HV - 1
     return max(1, STAGES - fewer)
 
 
 def launches(spec: DeltaSpec) -> Launches:
     """The kernels of ``prefill``."""
     if spec.decay == "key":
-        return per_key_launches(spec)
+        return prefill_key.launches(spec)
     return planned_launches(spec, best_plan(spec, gpu.processors(spec.device)))
 
 
 def all_launches(spec: DeltaSpec) -> list[Launches]:
     """The kernels of every plan that calls like this one need, at any size."""
     if spec.decay == "key":
-        return [per_key_launches(spec)]
+        return [prefill_key.launches(spec)]
     return [planned_launches(spec, plan) for plan in all_plans(spec)]
-
-
-def per_key_launches(spec: DeltaSpec) -> Launches:
-    """Decay per key: one kernel, no workspace, no split."""
-    memory, p = Binding(spec), spec
-    block = min(32 if p.K <= 128 else 16, max(16, configs.power_of_two(p.V)))
-    call = kernel_call(
-        PREFILL_KEY,
-        units_of(p, WHOLE, tail=True) * p.HV * configs.blocks(p.V, block),
-        Config(num_warps=4),
-        p.device,
-        q_ptr=memory["q"],
-        k_ptr=memory["k"],
-        v_ptr=memory["v"],
-        g_ptr=memory.rows("g"),
-        beta_ptr=memory["beta"],
-        A_log_ptr=memory.dense("A_log"),
-        dt_bias_ptr=memory.dense("dt_bias"),
-        o_ptr=memory["out"],
-        **pool(p, memory),
-        write_slots_ptr=memory.dense("write_slots"),
-        cu_seqlens_ptr=memory.dense("cu_seqlens"),
-        **checkpoints(p, memory),
-        scale=p.q_scale,
-        beta_scale=p.beta_scale,
-        N=p.N,
-        T=p.T,
-        segment_size=WHOLE,
-        **memory.strides("q", "bth"),
-        **memory.strides("k", "bth"),
-        **memory.strides("v", "bth"),
-        **memory.strides("g", "bth"),
-        **memory.strides("beta", "bth"),
-        **memory.strides("out", "bth", "o"),
-        **value_heads(p),
-        **query_heads(p),
-        K=p.K,
-        V=p.V,
-        BLOCK_K=max(16, configs.power_of_two(p.K)),
-        BLOCK_V=block,
-        NORMALIZE_QK=p.normalize_qk,
-    )
-    return Launches(spec, memory, [call])
-
-
-def value_heads(p: DeltaSpec) -> dict[str, int]:
-    """The arguments of kernels whose programs own a value head: how they find it and its keys."""
-    return {
-        "HV": p.HV,
-        "inverse_HV": inverse(p.HV),
-        "R_K": p.HV // p.HK,
-        "inverse_R_K": inverse(p.HV // p.HK),
-    }
-
-
-def query_heads(p: DeltaSpec) -> dict[str, int]:
-    """The arguments of kernels that read queries: how they find them from a value head."""
-    R_Q = max(p.HV // p.HQ, 1)
-    return {"R_Q": R_Q, "inverse_R_Q": inverse(R_Q), "READERS": p.HO // p.HV}
-
-
-def pool(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
-    """The arguments of kernels that read states."""
-    return {
-        "state_ptr": memory["state"],
-        "slots_ptr": memory.dense("slots"),
-        "has_state_ptr": memory.dense("has_state"),
-        "pad_slot": p.pad_slot,
-        "stride_state_p": p.state.strides[0],
-        "STATE_KV": p.state_layout == "kv",
-    }
-
-
-def checkpoints(p: DeltaSpec, memory: Binding) -> dict[str, Any]:
-    """The arguments of kernels that write checkpoints."""
-    return {
-        "checkpoint_slots_ptr": memory.dense("checkpoint_slots"),
-        "checkpoint_positions_ptr": memory.dense("checkpoint_positions"),
-        "M": 0 if p.checkpoint_slots is None else p.checkpoint_slots.shape[1],
-        "every": p.checkpoint_every,
-    }
 
 
 class Parts(NamedTuple):
@@ -283,11 +217,12 @@ def chunk_calls(p: DeltaSpec, memory: Binding, parts: Parts) -> list[KernelCall]
         "tokens": p.B * p.T,
     }
     precision, usual = EXACT if exact else "tf32", not exact and p.K <= 128
+    most = REGISTERS_ELSEWHERE if gpu.shares_sm(p.device) else PRODUCTS.maxnreg
     units = units_of(p, CHUNK, tail=True)
     products = kernel_call(
         PREFILL_PRODUCTS,
         units * p.HK,
-        PRODUCTS if usual else PRODUCTS._replace(maxnreg=None),
+        PRODUCTS._replace(maxnreg=most if usual else None),
         p.device,
         q_ptr=memory["q"],
         k_ptr=memory["k"],
@@ -367,7 +302,7 @@ def last_calls(
         kernel_call(
             PREFILL_STATE,
             units_of(p, segment, tail=False) * p.HV * configs.blocks(p.V, plan.BLOCK_V),
-            plan.config,
+            plan.config(hard, p.device),
             p.device,
             **serial_arguments(p, memory, parts, plan),
             q_ptr=memory["q"],
@@ -435,7 +370,7 @@ def segment_calls(
         kernel_call(
             PREFILL_SEGMENTS,
             units_of(p, plan.segment, tail=False) * p.HV * blocks,
-            plan.config,
+            plan.config(hard, p.device),
             p.device,
             **serial_arguments(p, memory, parts, plan),
             segments_ptr=segments,
@@ -473,10 +408,3 @@ def join_call(p: DeltaSpec, memory: Binding, segments: Pointer, segment: int) ->
         STAGES=STAGES if gpu.shared_memory(p.device) >= 160 << 10 else 1,
         PRECISION=EXACT,
     )
-
-
-def units_of(p: DeltaSpec, size: int, *, tail: bool) -> int:
-    """Work units of ``size`` tokens (work_units.py): at least one per sequence."""
-    if not p.varlen:
-        return p.N * max(configs.blocks(p.T, size), 1)
-    return p.T // size + p.N + (1 if tail else 0)

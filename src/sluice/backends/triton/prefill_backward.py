@@ -24,9 +24,8 @@ from sluice.backends.triton.prefill import (
     JOIN_BLOCK_V,
     SEGMENTS,
     STAGES,
-    WHOLE,
-    units_of,
 )
+from sluice.backends.triton.prefill_arguments import WHOLE, units_of
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -42,10 +41,11 @@ KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
 SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
 
 
-WARPS = 4
+WARPS, WARPS_ELSEWHERE = 4, 8
 """Warps of every kernel with large products. On Hopper these are one warpgroup: with two, Triton up
 to 3.8 puts no barrier between one group's products and the other's next tile in the same shared
-memory (triton-lang/triton 11047)."""
+memory (triton-lang/triton 11047). Other NVIDIA GPUs have more for the kernels that go through
+chunks in parallel, and half as many columns of dK at a time: four warps would spill."""
 
 
 STATES_US, WALK_US = (2.7, 1.9), (4.5, 3.5)
@@ -82,16 +82,17 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     block = min(rows if not wide or large else 16, columns)
     stages = STAGES if large and not wide else 1
     serial = Config(num_warps=WARPS, BLOCK_V=block, num_stages=stages, fp_fusion=True)
-    last = Config(
-        num_warps=WARPS, BLOCK_V=min(64 if large else 32, columns), num_stages=3, fp_fusion=True
-    )
+    elsewhere = gpu.shares_sm(p.device)
+    warps, piece = (WARPS_ELSEWHERE, 32) if elsewhere else (WARPS, 64)
+    step = 64 if large or (elsewhere and not wide) else 32
+    last = Config(num_warps=warps, BLOCK_V=min(step, columns), num_stages=3, fp_fusion=True)
     return Plan(
-        local=Config(num_warps=WARPS, fp_fusion=True),
+        local=Config(num_warps=warps, fp_fusion=True),
         states=serial,
         walk=serial,
         pairs=last,
         queries=last,
-        keys=last._replace(PIECE_K=64),
+        keys=last._replace(PIECE_K=piece),
         segment=0 if wide else best_segment(p, block, gpu.processors(p.device)),
     )
 

@@ -12,7 +12,8 @@ section 7). In a chunk of 16 tokens, with γ the cumulative log decay [16, K]:
 KKg and QKg are summed directly, and each difference of γ is masked before its exponential, so
 nothing overflows, however strong the gates. Arithmetic is float32, with products in three passes of
 tf32. A program owns BLOCK_V value columns of one value head of one sequence, and computes KKg and
-QKg for itself.
+QKg for itself. It ran on an H200; other GPUs take the kernels of prefill_key_pieces.py, since this
+one needs more registers than a thread has (configs.KEY_WHOLE).
 """
 
 # ruff: noqa: RET505 (constexpr branches stay if/else)
@@ -90,6 +91,22 @@ def invert(l):
         row = tl.sum(l_i[:, None] * inverse, axis=0)
         inverse = tl.where((index == i)[:, None], inverse - row[None, :], inverse)
     return inverse
+
+
+@triton.jit
+def zero_rows(
+    o_ptr, start, end, head_v, offs_v, stride_o_t, stride_o_h,
+    READERS: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Zeros for a sequence without a slot: these columns of all readers of a value head."""
+    offs_c = tl.arange(0, 16)
+    zeros = tl.zeros([16, offs_v.shape[0]], o_ptr.dtype.element_ty)
+    for t in range(start, end, 16):
+        mask = (t + offs_c < end)[:, None] & (offs_v < V)[None, :]
+        for reader in tl.static_range(READERS):
+            at = o_ptr + (t + offs_c)[:, None] * stride_o_t
+            at += (head_v * READERS + reader) * stride_o_h
+            tl.store(at + offs_v[None, :], zeros, mask=mask)
 
 
 _FREE = ["N", "T", "M", "every", "pad_slot", "stride_g_b", "stride_beta_b", "stride_beta_t"]
@@ -185,13 +202,7 @@ def prefill_key_kernel(
         slot = tl.load(slots_ptr + seq).to(tl.int64)
         live = slot > pad_slot
     if not live:
-        zeros = tl.zeros([C, BLOCK_V], o_ptr.dtype.element_ty)
-        for t in range(start, end, C):
-            mask = (t + offs_c < end)[:, None] & (offs_v < V)[None, :]
-            for reader in tl.static_range(READERS):
-                at = o_ptr + (t + offs_c)[:, None] * stride_o_t
-                at += (head_v * READERS + reader) * stride_o_h
-                tl.store(at + offs_v[None, :], zeros, mask=mask)
+        zero_rows(o_ptr, start, end, head_v, offs_v, stride_o_t, stride_o_h, READERS, V)
         return
 
     # int64: P·HV·V·K passes 2**31 at 4,096 slots
