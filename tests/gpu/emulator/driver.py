@@ -1,0 +1,111 @@
+"""Calls with CPU tensors whose kernels Triton compiles for a GPU and the emulator runs.
+
+    with emulated("sm_90") as driver:
+        sluice.decode(..., backend="triton")
+
+``fake_driver`` stands in for ``libcuda``; here it also launches. Triton makes PTX as for that GPU;
+ptxas does not run, and what is loaded as machine code is the PTX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.nvidia.compiler import CUDABackend
+
+from sluice import calls
+from sluice.backends import cuda_driver
+from sluice.backends import triton as portable
+from sluice.backends.triton import compiler, gpu, launch, triton_private
+from tests.gpu import fake_driver
+from tests.gpu.cross import DEVICE, PROCESSORS, SHARED, TARGETS
+from tests.gpu.emulator.machine import Kernel
+
+Range = tuple[int, int]
+
+
+def extent(x: torch.Tensor) -> Range:
+    """The addresses that a tensor's elements lie in."""
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+class Driver(fake_driver.Driver):
+    """A driver that runs kernels.
+
+    Args:
+        change: PTX as it runs, of PTX as it was made: to put faults in.
+    """
+
+    def __init__(self, change: Callable[[str], str] = str) -> None:
+        super().__init__()
+        self.kernels: dict[int, Kernel] = {}
+        self.ranges: list[Range] = []
+        self.change = change
+        self.seed = 1  # of the order in which programs and warps run; each launch has its own
+
+    def load(self, code: bytes, name: str, shared: int, device: torch.device) -> int:
+        function = super().load(code, name, shared, device)
+        self.kernels[function] = Kernel(self.change(code.decode()))
+        return function
+
+    def cuLaunchKernelEx(self, config: int, function: int, places: int, extra: None) -> int:  # noqa: N802
+        result = super().cuLaunchKernelEx(config, function, places, extra)
+        if result:
+            return result
+        set_up, kernel = cuda_driver._Config.from_address(config), self.kernels[function]
+        given = (ctypes.c_void_p * len(kernel.program.parameters)).from_address(places)
+        kernel.launch(
+            set_up.grid[0], set_up.block[0], set_up.shared, list(given), self.ranges, self.seed
+        )
+        self.seed += 1
+        return 0
+
+
+def compile_to_ptx(needed: Any, target: Any) -> Any:
+    """Stands in for ``compiler.compile_variant``."""
+    with triton_private.compiling_for(target):
+        return _compile(needed, target)
+
+
+_compile = compiler.compile_variant
+
+
+def install(patch: pytest.MonkeyPatch, target: str, change: Callable[[str], str] = str) -> Driver:
+    """Let calls with CPU tensors run on Triton's and Hopper's backends, on this target."""
+    driver = Driver(change)
+    patch.setattr(fake_driver, "Driver", lambda: driver)
+    fake_driver.install(patch)
+    patch.setattr(compiler, "compile_variant", compile_to_ptx)
+    patch.setattr(CUDABackend, "make_cubin", lambda self, src, *_: src.encode())
+    patch.setattr(CUDABackend, "hash", lambda self: f"emu-{self.target.arch}")
+    capability = divmod(TARGETS[target].arch, 10)
+    patch.setattr(gpu, "capability", lambda device: capability)
+    patch.setattr(gpu, "processors", lambda device: PROCESSORS[target])
+    patch.setattr(gpu, "shared_memory", lambda device: SHARED[target] << 10)
+    refuse = portable.refuse  # which knows of the interpreter's limits on a CPU
+    patch.setattr(portable, "refuse", lambda spec: refuse(spec.on(DEVICE)))
+    through = launch.Launches._through_driver
+
+    def watched(self: Any, tensors: Any, counters: Any, workspace: Any) -> None:
+        touched = [x for x in (*tensors, counters, workspace) if x is not None]
+        driver.ranges = [extent(x) for x in touched]
+        through(self, tensors, counters, workspace)
+
+    patch.setattr(launch.Launches, "_through_driver", watched)
+    return driver
+
+
+@contextlib.contextmanager
+def emulated(target: str, change: Callable[[str], str] = str) -> Iterator[Driver]:
+    """In this scope kernels run in the emulator."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield install(patch, target, change)
+    calls.forget()
