@@ -33,16 +33,20 @@ u8* global(const Warp& w, const Operation& op, u64 address, u32 bytes) {
     fail(w, op, "global memory at " + hex(address) + ", outside of every tensor: " + nearest);
 }
 
-enum Space { GLOBAL, SHARED, PARAMETER };
+enum Space { GLOBAL, SHARED, PARAMETER, PARAMETER32 };  // the last: half of an address
 
 template <int SPACE>
 static u8* reach(const Warp& w, const Operation& op, int lane, u32 bytes) {
     i64 more = op.operands[1];
     if (SPACE == SHARED)
         return w.block->at(w, op, w.at<u32>(op.operands[0])[lane] + u32(more), bytes);
-    u64 address = w.at<u64>(op.operands[0])[lane] + more;
-    if (SPACE == GLOBAL) return global(w, op, address, bytes);
     const Launch& launch = *w.block->launch;
+    u64 address;
+    if (SPACE == PARAMETER32)
+        address = launch.parameters + u32(w.at<u32>(op.operands[0])[lane] + more - launch.parameters);
+    else
+        address = w.at<u64>(op.operands[0])[lane] + more;
+    if (SPACE == GLOBAL) return global(w, op, address, bytes);
     if (address < launch.parameters || address + bytes > launch.parameters + launch.parameter_bytes)
         fail(w, op, "a parameter outside of the block");
     return reinterpret_cast<u8*>(address);
@@ -74,7 +78,7 @@ static void store(Warp& w, const Operation& op, u32 mask) {
 template <int SPACE, class M, class R>
 static void add_access(const std::string& space, const std::string& kind) {
     add("ld." + space + "." + kind, load<SPACE, M, R>);
-    if (SPACE != PARAMETER) add("st." + space + "." + kind, store<SPACE, M, R>);
+    if (SPACE <= SHARED) add("st." + space + "." + kind, store<SPACE, M, R>);
 }
 
 template <int SPACE>
@@ -165,6 +169,7 @@ void add_memory() {
     add_accesses<GLOBAL>("global");
     add_accesses<SHARED>("shared");
     add_accesses<PARAMETER>("param");
+    add_accesses<PARAMETER32>("param32");
     add("cp.async.shared.global", copy);
     add("cp.async.commit_group", OP { w.copies.emplace_back(); });
     add("cp.async.wait_group", OP { copies_until(w, op, w.first(op.operands[0])); });

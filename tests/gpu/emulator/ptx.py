@@ -257,6 +257,8 @@ class _Parser:
         found = self._register(names[0])
         wide = found[1] if found else max(size, 16)
         sign = "s" if kind[0] == "s" and wide > size else ""
+        of = self._register(re.findall(r"[%\w$.]+", address)[0])
+        space += "32" if space == "param" and of and of[1] == 32 else ""
         operation.name = f"{base}.{space}.{size}.{wide}{sign}"
         places = [self.place(x, wide) for x in names]
         operation.operands = [*self._address(address), len(places), *places]
