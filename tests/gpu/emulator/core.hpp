@@ -68,16 +68,18 @@ struct Phase {  // an mbarrier
     u32 parity;
 };
 
-struct Load {  // by TMA: comes at some time before its mbarrier's phase ends
-    u32 to, barrier;
-    u64 descriptor;
-    i32 x, y, line;
+struct Transfer {  // by TMA, of one box between shared and global memory
+    Warp* warp;
+    const Operation* operation;
+    u64 matrix;  // address of its descriptor
+    u32 shared, barrier;
+    i32 x, y;
 };
 
-struct Store {
-    u64 descriptor;
-    u32 from;
-    i32 x, y, line;
+struct Product {  // of wgmma: it comes when it is waited for
+    const Operation* operation;
+    u64 a, b;  // descriptors
+    bool sum;  // to what is there
 };
 
 struct Block {  // a CTA
@@ -87,10 +89,10 @@ struct Block {  // a CTA
     std::vector<Warp> warps;
     std::map<u32, Barrier> barriers;
     std::map<u32, Phase> phases;
-    std::deque<Load> loads;
+    std::vector<Transfer> loads;  // on their way
 
-    // shared memory at an address of a warp's operation
-    u8* at(const Warp& w, const Operation& op, u32 address, u32 bytes);
+    // shared memory at an address of a warp's operation; aligned as it is long, unless told
+    u8* at(const Warp& w, const Operation& op, u32 address, u32 bytes, u32 alignment = 0);
 };
 
 enum class State { ready, waiting, yielded, done };
@@ -105,8 +107,8 @@ struct Warp {
     i32 next = 0;  // operation
     std::vector<std::pair<i32, u32>> others;  // where lanes wait that went another way
     std::deque<std::vector<Copy>> copies{{}};  // groups; the last one is open
-    std::deque<std::vector<const Operation*>> products{{}};
-    std::deque<std::vector<Store>> stores{{}};
+    std::deque<std::vector<Product>> products{{}};
+    std::deque<std::vector<Transfer>> stores{{}};
 
     template <class T>
     T* at(i32 place) const {
@@ -117,7 +119,7 @@ struct Warp {
 };
 
 [[noreturn]] void fail(const Warp&, const Operation&, const std::string&);
-u8* global(const Warp&, const Operation&, u64 address, u32 bytes);
+u8* global(const Warp&, const Operation&, u64 address, u32 bytes, u32 alignment = 0);
 std::string hex(u64);
 
 void add(const std::string& name, Function);  // to the known operations
@@ -126,9 +128,7 @@ void add_memory();
 void add_matrices();
 void add_hopper();
 void settle(Warp&);
-void products_until(Warp&, size_t left);
-void copies_until(Warp&, const Operation&, size_t left);
-bool land(Block&, bool all);  // loads by TMA
+bool land(Block&, bool all);  // loads by TMA: some, or all
 
 float from_half(u16);
 u16 to_half(float);

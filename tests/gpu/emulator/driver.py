@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.gpu import fake_driver
 from tests.gpu.cross import DEVICE, PROCESSORS, SHARED, TARGETS
 from tests.gpu.emulator.machine import Kernel
 
+_MATRIX = struct.Struct("=IIQQQII")  # bytes of an element, of a row; sizes, stride, box
 Range = tuple[int, int]
 
 
@@ -55,6 +57,21 @@ class Driver(fake_driver.Driver):
         function = super().load(code, name, shared, device)
         self.kernels[function] = Kernel(self.change(code.decode()))
         return function
+
+    def cuTensorMapEncodeTiled(  # noqa: N802
+        self, where, element, rank, address, dims, strides, box, steps, inter, swizzle, *more
+    ) -> int:
+        """What real descriptors must be, and the bytes that hopper.cpp reads."""
+        (size,) = (x.itemsize for x, n in cuda_driver.ELEMENTS.items() if n == element)
+        wide = {n: x for x, n in cuda_driver.SWIZZLES.items()}[swizzle]
+        assert address % 16 == strides[0] % 16 == 0 and max(box) <= 256
+        assert size * box[0] == wide, "rows of a box fill what is swizzled"
+        result = super().cuTensorMapEncodeTiled(
+            where, element, rank, address, dims, strides, box, steps, inter, swizzle, *more
+        )
+        place = fake_driver._bytes(where)
+        _MATRIX.pack_into(place, 16, size, wide, *dims, strides[0], *box)
+        return result
 
     def cuLaunchKernelEx(self, config: int, function: int, places: int, extra: None) -> int:  # noqa: N802
         result = super().cuLaunchKernelEx(config, function, places, extra)

@@ -1,7 +1,7 @@
 // Matrices of 8 x 8 through shared memory, and products of tensor cores.
 #include "core.hpp"
 
-#define OP [](Warp & w, const Operation& op, u32 mask)
+#define OP [](Warp & w, [[maybe_unused]] const Operation& op, [[maybe_unused]] u32 mask)
 
 static void whole(const Warp& w, const Operation& op, u32 mask) {
     if (mask != ALL) fail(w, op, "an operation of a whole warp without some of its lanes");

@@ -3,19 +3,19 @@
 
 #include "core.hpp"
 
-#define OP [](Warp & w, const Operation& op, u32 mask)
+#define OP [](Warp & w, [[maybe_unused]] const Operation& op, [[maybe_unused]] u32 mask)
 
-u8* Block::at(const Warp& w, const Operation& op, u32 address, u32 bytes) {
+u8* Block::at(const Warp& w, const Operation& op, u32 address, u32 bytes, u32 alignment) {
     u64 from = u64(address) - SHARED_BASE;
     if (address < SHARED_BASE || from + bytes > shared.size())
         fail(w, op, "shared memory at " + std::to_string(i64(address) - SHARED_BASE) + " of " +
                         std::to_string(shared.size()) + " bytes");
-    if (address % bytes) fail(w, op, "shared memory at " + hex(address) + ", misaligned");
+    if (address % (alignment ? alignment : bytes)) fail(w, op, "shared memory at " + hex(address) + ", misaligned");
     return shared.data() + from;
 }
 
-u8* global(const Warp& w, const Operation& op, u64 address, u32 bytes) {
-    if (address % bytes) fail(w, op, "global memory at " + hex(address) + ", misaligned");
+u8* global(const Warp& w, const Operation& op, u64 address, u32 bytes, u32 alignment) {
+    if (address % (alignment ? alignment : bytes)) fail(w, op, "global memory at " + hex(address) + ", misaligned");
     std::vector<Range>& ranges = w.block->launch->ranges;
     for (size_t i = 0; i < ranges.size(); i++)
         if (address >= ranges[i].begin && address + bytes <= ranges[i].end) {
@@ -112,7 +112,7 @@ static void copy(Warp& w, const Operation& op, u32 mask) {
     }
 }
 
-void copies_until(Warp& w, const Operation& op, size_t left) {
+static void copies_until(Warp& w, const Operation& op, size_t left) {
     while (w.copies.size() - 1 > left) {
         for (const Copy& c : w.copies.front()) {
             u8* to = w.block->at(w, op, c.to, c.bytes);

@@ -89,11 +89,9 @@ static void run(const Kernel& kernel, Block& block) {
             Warp& w = block.warps[i];
             if (w.state == State::yielded) w.state = State::ready;
             if (w.state == State::ready) {
-                i32 before = w.next;
                 u64 executed = block.launch->executed;
                 go_on(kernel, w, random() % 4 ? ~0ull : 1 + random() % 2000);
                 moved |= w.state != State::yielded || block.launch->executed - executed > 64;
-                (void)before;
             }
             done &= w.state == State::done;
         }
