@@ -207,7 +207,6 @@ static void add_conversions() {
     UNARY("cvt.u64.u8<16", u64, u16, u64(u8(a)));
     UNARY("cvt.s16.s8<16", int16_t, u16, int16_t(int8_t(a)));
     UNARY("cvt.u64.u16", u64, u16, a);
-    UNARY("cvta.param.u64", u64, u64, a);
 }
 
 template <class W, class N, int MANY>

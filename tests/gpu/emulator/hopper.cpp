@@ -187,6 +187,10 @@ static void move(const Transfer& t, bool loads) {
 static Transfer transfer(Warp& w, const Operation& op, int lane, const i32* matrix, const i32* shared) {
     u64 descriptor = w.at<u64>(matrix[0])[lane] + matrix[1];
     u32 at = w.at<u32>(shared[0])[lane] + shared[1];
+    const Launch& launch = *w.block->launch;
+    if (descriptor % 64 || descriptor < launch.parameters ||
+        descriptor + 128 > launch.parameters + launch.parameter_bytes)
+        fail(w, op, "a descriptor of TMA outside of the parameters");
     w.block->at(w, op, at, 16, 128);
     return {&w, &op, descriptor, at, 0, w.at<i32>(matrix[2])[lane], w.at<i32>(matrix[3])[lane]};
 }

@@ -35,6 +35,12 @@ u8* global(const Warp& w, const Operation& op, u64 address, u32 bytes, u32 align
 
 enum Space { GLOBAL, SHARED, PARAMETER, PARAMETER32 };  // the last: half of an address
 
+// the address of a parameter, of its lower half
+static u64 whole(const Warp& w, u32 half) {
+    u64 first = w.block->launch->parameters;
+    return first + u32(half - u32(first));
+}
+
 template <int SPACE>
 static u8* reach(const Warp& w, const Operation& op, int lane, u32 bytes) {
     i64 more = op.operands[1];
@@ -43,7 +49,7 @@ static u8* reach(const Warp& w, const Operation& op, int lane, u32 bytes) {
     const Launch& launch = *w.block->launch;
     u64 address;
     if (SPACE == PARAMETER32)
-        address = launch.parameters + u32(w.at<u32>(op.operands[0])[lane] + more - launch.parameters);
+        address = whole(w, w.at<u32>(op.operands[0])[lane]) + more;
     else
         address = w.at<u64>(op.operands[0])[lane] + more;
     if (SPACE == GLOBAL) return global(w, op, address, bytes);
@@ -170,6 +176,11 @@ void add_memory() {
     add_accesses<SHARED>("shared");
     add_accesses<PARAMETER>("param");
     add_accesses<PARAMETER32>("param32");
+    add("cvta.param.u64", OP {
+        for (int l = 0; l < LANES; l++)
+            if (mask >> l & 1)
+                w.at<u64>(op.operands[0])[l] = whole(w, u32(w.at<u64>(op.operands[1])[l]));
+    });
     add("cp.async.shared.global", copy);
     add("cp.async.commit_group", OP { w.copies.emplace_back(); });
     add("cp.async.wait_group", OP { copies_until(w, op, w.first(op.operands[0])); });
