@@ -46,6 +46,7 @@ struct Launch {
     u64 parameter_bytes;
     u32 grid, warps, shared_bytes, register_bytes;
     std::mt19937 random;
+    bool ahead;  // reads what may not be there yet, and uses none of it: such reads find NaN
     u64 executed = 0;
     u32 threads() const { return warps * LANES; }
 };
@@ -57,15 +58,22 @@ struct Copy {  // cp.async of one lane: the source is read when it is waited for
     i32 line;
 };
 
+// What happened before, as a vector clock: how far each agent had come. Agents are the warps, then
+// TMA's loads and TMA's stores. Two accesses that are in no such order, one of them a write, race.
+using Clock = std::vector<u32>;
+void join(Clock&, const Clock&);
+
 struct Barrier {
     u32 arrived = 0;
     std::vector<Warp*> waiting;
+    Clock before;  // of those who arrived
 };
 
 struct Phase {  // an mbarrier
     u32 expected, pending;
     i64 bytes;
     u32 parity;
+    Clock before, complete;  // of those who arrived, in this phase and in those that are over
 };
 
 struct Transfer {  // by TMA, of one box between shared and global memory
@@ -74,6 +82,8 @@ struct Transfer {  // by TMA, of one box between shared and global memory
     u64 matrix;  // address of its descriptor
     u32 shared, barrier;
     i32 x, y;
+    u32 agent;
+    Clock clock;  // the warp's, and how far the agent has come
 };
 
 struct Product {  // of wgmma: it comes when it is waited for
@@ -91,8 +101,21 @@ struct Block {  // a CTA
     std::map<u32, Phase> phases;
     std::vector<Transfer> loads;  // on their way
 
+    std::vector<u32> shadow;  // of each two bytes of shared memory: its last write, its reads
+    u32 moved = 0;            // transfers by TMA
+
+    u32 agents() const { return u32(warps.size()) + 2; }
     // shared memory at an address of a warp's operation; aligned as it is long, unless told
     u8* at(const Warp& w, const Operation& op, u32 address, u32 bytes, u32 alignment = 0);
+    // the same, for an access by the warp, or by another agent with its own clock
+    const u8* read(const Warp& w, const Operation& op, u32 address, u32 bytes);
+    void write(const Warp& w, const Operation& op, u32 address, const void* given, u32 bytes);
+    const u8* read(const Transfer& t, u32 address, u32 bytes);
+    void write(const Transfer& t, u32 address, const void* given, u32 bytes);
+
+  private:
+    // whether the access is in order; if not, the launch fails unless it reads ahead
+    bool touch(const Warp&, const Operation&, u32 agent, const Clock&, u32 from, u32 bytes, const void* given);
 };
 
 enum class State { ready, waiting, yielded, done };
@@ -102,6 +125,7 @@ struct Warp {
     u32 number;
     std::vector<u8> memory;
     u8* registers;
+    Clock clock;
     State state = State::ready;
     u32 active = ALL, exited = 0;
     i32 next = 0;  // operation

@@ -37,11 +37,20 @@ struct Tf32 {
     static float of(const u8* x) { return as_float(*reinterpret_cast<const u32*>(x) & 0xffffe000); }
 };
 
-// element k of row n: rows hold K elements, or with `across` K rows hold the others
-template <class T>
-static float element(Warp& w, const Operation& op, const Matrix& m, u32 n, u32 k, bool across) {
-    u32 address = across ? m.at(k, n * T::bytes) : m.at(n, k * T::bytes);
-    return T::of(w.block->at(w, op, address, T::bytes));
+// [N, K] from shared memory, from its row `first` on: K elements lie side by side, or N with `across`
+template <class T, int N, class F>
+static void gather(const Warp& w, const Operation& op, const Matrix& m, u32 first, bool across, F element) {
+    constexpr u32 many = 16 / T::bytes;  // at a time
+    for (u32 outer = 0; outer < (across ? T::K : N); outer++)
+        for (u32 inner = 0; inner < (across ? N : T::K); inner += many) {
+            u32 row = across ? outer : outer + first, column = across ? inner + first : inner;
+            const u8* x = w.block->read(w, op, m.at(row, column * T::bytes), 16);
+            for (u32 i = 0; i < many; i++) {
+                float value = T::of(x + i * T::bytes);
+                if (across) element(inner + i, outer, value);
+                else element(outer, inner + i, value);
+            }
+        }
 }
 
 // operands: D, then A (its descriptor or four registers), B, whether to sum, signs, [transposed]
@@ -61,12 +70,10 @@ static void compute(Warp& w, const Product& p) {
                 a[row][col + j] = T::of(reinterpret_cast<const u8*>(x + l) + j * T::bytes);
         }
     }
-    Matrix A(p.a), B(p.b);
-    for (u32 m = 0; !loose && m < 16; m++)
-        for (u32 k = 0; k < T::K; k++)
-            a[m][k] = element<T>(w, op, A, 16 * (w.number % 4) + m, k, across_a);
-    for (u32 k = 0; k < T::K; k++)
-        for (u32 n = 0; n < N; n++) b[k][n] = element<T>(w, op, B, n, k, across_b);
+    if (!loose)
+        gather<T, 16>(w, op, Matrix(p.a), 16 * (w.number % 4), across_a,
+                      [](u32 m, u32 k, float x) { a[m][k] = x; });
+    gather<T, N>(w, op, Matrix(p.b), 0, across_b, [](u32 n, u32 k, float x) { b[k][n] = x; });
     for (int m = 0; m < 16; m++)
         for (int n = 0; n < N; n++) sum[m][n] = 0;
     for (int m = 0; m < 16; m++)
@@ -128,7 +135,9 @@ static Phase& phase(Warp& w, const Operation& op, u32 address) {
 }
 
 static void turn(Phase& p) {  // to the next phase, if this one is complete
-    if (p.pending == 0 && p.bytes == 0) p.parity ^= 1, p.pending = p.expected;
+    if (p.pending || p.bytes) return;
+    p.parity ^= 1, p.pending = p.expected;
+    join(p.complete, p.before);
 }
 
 template <bool BYTES>
@@ -140,8 +149,10 @@ static void arrive(Warp& w, const Operation& op, u32 mask) {  // _, [a + n][, by
         if (BYTES) p.bytes += told;
         if (p.pending < many) fail(w, op, "more arrivals than an mbarrier expects");
         p.pending -= many;
+        join(p.before, w.clock);
         turn(p);
     }
+    w.clock[w.number]++;
 }
 
 static void try_wait(Warp& w, const Operation& op, u32 mask) {  // p, [a + n], parity
@@ -149,7 +160,9 @@ static void try_wait(Warp& w, const Operation& op, u32 mask) {  // p, [a + n], p
     for (int l = 0; l < LANES; l++) {
         if (!(mask >> l & 1)) continue;
         Phase& p = phase(w, op, w.at<u32>(op.operands[1])[l] + op.operands[2]);
-        done |= u32(p.parity != (w.at<u32>(op.operands[3])[l] & 1)) << l;
+        bool over = p.parity != (w.at<u32>(op.operands[3])[l] & 1);
+        if (over) join(w.clock, p.complete);
+        done |= u32(over) << l;
     }
     *d = (*d & ~mask) | done;
     if (done != mask) w.state = State::yielded;
@@ -164,8 +177,10 @@ struct Descriptor {  // as driver.py writes it
     u32 box_columns, box_rows;
 };
 
-// row by row, 16 bytes at a time: what lies outside of the matrix is zero, or not stored
-static void move(const Transfer& t, bool loads) {
+enum Way { LOAD, STORE, FORGET };
+
+// element by element: what lies outside of the matrix is zero, or not stored
+static void move(const Transfer& t, Way way) {
     Warp& w = *t.warp;
     const Operation& op = *t.operation;
     Descriptor m;
@@ -176,15 +191,18 @@ static void move(const Transfer& t, bool loads) {
             i64 x = i64(t.x) + c, y = i64(t.y) + r;
             bool inside = x >= 0 && y >= 0 && u64(x) < m.columns && u64(y) < m.rows;
             u32 at = t.shared + r * pitch + c * m.bytes;
-            u8* here = w.block->at(w, op, at ^ ((at >> 7 & bits) << 4), m.bytes);
-            if (loads && !inside) memset(here, 0, m.bytes);
-            if (!inside) continue;
-            u8* there = global(w, op, m.address + y * m.stride + x * m.bytes, m.bytes);
-            memcpy(loads ? here : there, loads ? there : here, m.bytes);
+            at ^= (at >> 7 & bits) << 4;
+            u64 there = m.address + y * m.stride + x * m.bytes;
+            if (way == FORGET) w.block->write(w, op, at, "\xff\xff\xff\xff", m.bytes);
+            else if (way == LOAD)
+                w.block->write(t, at, inside ? reinterpret_cast<char*>(global(w, op, there, m.bytes)) : "\0\0\0\0", m.bytes);
+            else if (inside)
+                memcpy(global(w, op, there, m.bytes), w.block->read(t, at, m.bytes), m.bytes);
         }
 }
 
-static Transfer transfer(Warp& w, const Operation& op, int lane, const i32* matrix, const i32* shared) {
+static Transfer transfer(Warp& w, const Operation& op, int lane, const i32* matrix, const i32* shared,
+                         bool loads) {
     u64 descriptor = w.at<u64>(matrix[0])[lane] + matrix[1];
     u32 at = w.at<u32>(shared[0])[lane] + shared[1];
     const Launch& launch = *w.block->launch;
@@ -192,7 +210,11 @@ static Transfer transfer(Warp& w, const Operation& op, int lane, const i32* matr
         descriptor + 128 > launch.parameters + launch.parameter_bytes)
         fail(w, op, "a descriptor of TMA outside of the parameters");
     w.block->at(w, op, at, 16, 128);
-    return {&w, &op, descriptor, at, 0, w.at<i32>(matrix[2])[lane], w.at<i32>(matrix[3])[lane]};
+    u32 agent = u32(w.block->warps.size()) + !loads;
+    i32 x = w.at<i32>(matrix[2])[lane], y = w.at<i32>(matrix[3])[lane];
+    Transfer made{&w, &op, descriptor, at, 0, x, y, agent, w.clock};
+    made.clock[agent] = ++w.block->moved;
+    return made;
 }
 
 bool land(Block& block, bool all) {
@@ -204,11 +226,12 @@ bool land(Block& block, bool all) {
             late.push_back(t);
             continue;
         }
-        move(t, true);
+        move(t, LOAD);
         Descriptor m;
         memcpy(&m, reinterpret_cast<const void*>(t.matrix), sizeof m);
         Phase& p = phase(*t.warp, *t.operation, t.barrier);
         p.bytes -= i64(m.box_columns) * m.box_rows * m.bytes;
+        join(p.before, t.clock);
         turn(p);
         any = true;
     }
@@ -218,7 +241,7 @@ bool land(Block& block, bool all) {
 
 static void wait_for_stores(Warp& w, const Operation& op, u32) {
     while (w.stores.size() - 1 > w.first(op.operands[0])) {
-        for (const Transfer& t : w.stores.front()) move(t, false);
+        for (const Transfer& t : w.stores.front()) move(t, STORE), join(w.clock, t.clock);
         w.stores.pop_front();
     }
 }
@@ -234,7 +257,7 @@ void add_hopper() {
             if (!(mask >> l & 1)) continue;
             u32 address = w.at<u32>(op.operands[0])[l] + op.operands[1], many = w.at<u32>(op.operands[2])[l];
             w.block->at(w, op, address, 8);
-            w.block->phases[address] = {many, many, 0, 0};
+            w.block->phases[address] = {many, many, 0, 0, w.clock, w.clock};
         }
     });
     add("mbarrier.inval.shared.b64", OP {
@@ -247,15 +270,18 @@ void add_hopper() {
     add("cp.async.bulk.tensor.2d.shared.global.mbarrier::complete_tx::bytes", OP {
         for (int l = 0; l < LANES; l++) {
             if (!(mask >> l & 1)) continue;
-            Transfer t = transfer(w, op, l, op.operands + 2, op.operands);
+            Transfer t = transfer(w, op, l, op.operands + 2, op.operands, true);
             t.barrier = w.at<u32>(op.operands[6])[l] + op.operands[7];
+            move(t, FORGET);
             w.block->loads.push_back(t);
         }
+        w.clock[w.number]++;
     });
     add("cp.async.bulk.tensor.2d.global.shared.bulk_group", OP {
         for (int l = 0; l < LANES; l++)
             if (mask >> l & 1)
-                w.stores.back().push_back(transfer(w, op, l, op.operands, op.operands + 4));
+                w.stores.back().push_back(transfer(w, op, l, op.operands, op.operands + 4, false));
+        w.clock[w.number]++;
     });
     add("cp.async.bulk.commit_group", [](Warp& w, const Operation&, u32) { w.stores.emplace_back(); });
     add("cp.async.bulk.wait_group.read", wait_for_stores);

@@ -17,7 +17,7 @@ static void load_matrices(Warp& w, const Operation& op, u32 mask) {
     for (int i = 0; i < many; i++) {
         u16 rows[8][8];
         for (int r = 0; r < 8; r++)
-            memcpy(rows[r], w.block->at(w, op, base[8 * i + r] + op.operands[many + 1], 16), 16);
+            memcpy(rows[r], w.block->read(w, op, base[8 * i + r] + op.operands[many + 1], 16), 16);
         for (int l = 0; l < LANES; l++) {
             int r = l / 4, c = 2 * (l % 4);
             made[i][l] = TRANSPOSED ? rows[c][r] | u32(rows[c + 1][r]) << 16
@@ -40,7 +40,7 @@ static void store_matrices(Warp& w, const Operation& op, u32 mask) {
             (TRANSPOSED ? rows[c + 1][r] : rows[r][c + 1]) = u16(given[l] >> 16);
         }
         for (int r = 0; r < 8; r++)
-            memcpy(w.block->at(w, op, base[8 * i + r] + op.operands[1], 16), rows[r], 16);
+            w.block->write(w, op, base[8 * i + r] + op.operands[1], rows[r], 16);
     }
 }
 

@@ -5,15 +5,6 @@
 
 #define OP [](Warp & w, [[maybe_unused]] const Operation& op, [[maybe_unused]] u32 mask)
 
-u8* Block::at(const Warp& w, const Operation& op, u32 address, u32 bytes, u32 alignment) {
-    u64 from = u64(address) - SHARED_BASE;
-    if (address < SHARED_BASE || from + bytes > shared.size())
-        fail(w, op, "shared memory at " + std::to_string(i64(address) - SHARED_BASE) + " of " +
-                        std::to_string(shared.size()) + " bytes");
-    if (address % (alignment ? alignment : bytes)) fail(w, op, "shared memory at " + hex(address) + ", misaligned");
-    return shared.data() + from;
-}
-
 u8* global(const Warp& w, const Operation& op, u64 address, u32 bytes, u32 alignment) {
     if (address % (alignment ? alignment : bytes)) fail(w, op, "global memory at " + hex(address) + ", misaligned");
     std::vector<Range>& ranges = w.block->launch->ranges;
@@ -44,8 +35,6 @@ static u64 whole(const Warp& w, u32 half) {
 template <int SPACE>
 static u8* reach(const Warp& w, const Operation& op, int lane, u32 bytes) {
     i64 more = op.operands[1];
-    if (SPACE == SHARED)
-        return w.block->at(w, op, w.at<u32>(op.operands[0])[lane] + u32(more), bytes);
     const Launch& launch = *w.block->launch;
     u64 address;
     if (SPACE == PARAMETER32)
@@ -58,6 +47,10 @@ static u8* reach(const Warp& w, const Operation& op, int lane, u32 bytes) {
     return reinterpret_cast<u8*>(address);
 }
 
+static u32 place(const Warp& w, const Operation& op, int lane) {  // in shared memory
+    return w.at<u32>(op.operands[0])[lane] + u32(op.operands[1]);
+}
+
 // M: what memory holds, R: what the register does
 template <int SPACE, class M, class R>
 static void load(Warp& w, const Operation& op, u32 mask) {
@@ -65,7 +58,8 @@ static void load(Warp& w, const Operation& op, u32 mask) {
     for (int l = 0; l < LANES; l++) {
         if (!(mask >> l & 1)) continue;
         M found[8];
-        memcpy(found, reach<SPACE>(w, op, l, sizeof(M) * many), sizeof(M) * many);
+        const u32 bytes = sizeof(M) * many;
+        memcpy(found, SPACE == SHARED ? w.block->read(w, op, place(w, op, l), bytes) : reach<SPACE>(w, op, l, bytes), bytes);
         for (int i = 0; i < many; i++) w.at<R>(op.operands[3 + i])[l] = R(found[i]);
     }
 }
@@ -77,7 +71,9 @@ static void store(Warp& w, const Operation& op, u32 mask) {
         if (!(mask >> l & 1)) continue;
         M given[8];
         for (int i = 0; i < many; i++) given[i] = M(w.at<R>(op.operands[3 + i])[l]);
-        memcpy(reach<SPACE>(w, op, l, sizeof(M) * many), given, sizeof(M) * many);
+        const u32 bytes = sizeof(M) * many;
+        if (SPACE == SHARED) w.block->write(w, op, place(w, op, l), given, bytes);
+        else memcpy(reach<SPACE>(w, op, l, bytes), given, bytes);
     }
 }
 
@@ -113,7 +109,8 @@ static void copy(Warp& w, const Operation& op, u32 mask) {
         u32 bytes = w.first(op.operands[4]);
         u32 given = op.count > 5 ? w.at<u32>(op.operands[5])[l] : bytes;
         if (given) global(w, op, from, bytes);
-        memset(w.block->at(w, op, to, bytes), 0xff, bytes);
+        static const std::vector<u8> nothing(16, 0xff);
+        w.block->write(w, op, to, nothing.data(), bytes);
         w.copies.back().push_back({to, from, bytes, given, op.line});
     }
 }
@@ -121,9 +118,9 @@ static void copy(Warp& w, const Operation& op, u32 mask) {
 static void copies_until(Warp& w, const Operation& op, size_t left) {
     while (w.copies.size() - 1 > left) {
         for (const Copy& c : w.copies.front()) {
-            u8* to = w.block->at(w, op, c.to, c.bytes);
-            memset(to, 0, c.bytes);
-            memcpy(to, reinterpret_cast<u8*>(c.from), std::min(c.bytes, c.given));
+            u8 found[16] = {};
+            memcpy(found, reinterpret_cast<u8*>(c.from), std::min(c.bytes, c.given));
+            w.block->write(w, op, c.to, found, c.bytes);
         }
         w.copies.pop_front();
     }
@@ -150,10 +147,12 @@ static void barrier(Warp& w, const Operation& op, bool waits) {
         for (const Warp& other : block.warps) threads += other.state != State::done ? LANES : 0;
     Barrier& b = block.barriers[number];
     b.arrived += LANES;
+    join(b.before, w.clock);
+    w.clock[w.number]++;
     if (waits) b.waiting.push_back(&w), w.state = State::waiting;
     if (b.arrived > threads) fail(w, op, "more threads at a barrier than it takes");
     if (b.arrived == threads) {
-        for (Warp* other : b.waiting) other->state = State::ready;
+        for (Warp* other : b.waiting) other->state = State::ready, join(other->clock, b.before);
         b = {};
     }
 }

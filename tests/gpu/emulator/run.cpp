@@ -50,6 +50,8 @@ static void start(const Kernel& kernel, Block& block) {
     for (u32 i = 0; i < launch.warps; i++) {
         Warp& w = block.warps[i];
         w.block = &block, w.number = i;
+        w.clock.assign(block.agents(), 0);
+        w.clock[i] = 1;
         w.memory.assign(launch.register_bytes + 64, 0xff);
         w.registers = w.memory.data() + (64 - u64(w.memory.data()) % 64) % 64;
         for (const Constant& c : kernel.constants) fill(w, c.place, c.bits, c.value);
@@ -137,7 +139,7 @@ void kernel_fill(void* made, int many, const i32* places, const i32* bits, const
 
 // 0, or 1 and a message "line|text"; how many operations of a warp ran
 int kernel_launch(void* made, u32 grid, u32 warps, u32 shared, u32 registers, u64 parameters,
-                  u64 parameter_bytes, int ranges, const u64* bounds, u32 seed, u64* executed,
+                  u64 parameter_bytes, int ranges, const u64* bounds, u32 seed, int ahead, u64* executed,
                   char* message) {
     auto& kernel = *static_cast<Kernel*>(made);
     Launch launch;
@@ -146,6 +148,7 @@ int kernel_launch(void* made, u32 grid, u32 warps, u32 shared, u32 registers, u6
     launch.grid = grid, launch.warps = warps;
     launch.shared_bytes = shared, launch.register_bytes = registers;
     launch.random.seed(seed);
+    launch.ahead = ahead;
     std::vector<u32> order(grid);
     std::iota(order.begin(), order.end(), 0u);
     if (seed) std::shuffle(order.begin(), order.end(), launch.random);
