@@ -300,7 +300,10 @@ void add_arithmetic() {
     UNARY("rcp.ftz.f32", float, float, flush(1 / flush(a)));
     UNARY("rsqrt.f32", float, float, float(1 / std::sqrt(double(a))));
     UNARY("rsqrt.ftz.f32", float, float, float(1 / std::sqrt(double(flush(a)))));
+    UNARY("sqrt.ftz.f32", float, float, flush(std::sqrt(flush(a))));
+    BINARY("div.ftz.f32", float, float, float, flush(flush(a) / flush(b)));
     UNARY("popc.b32", u32, u32, u32(std::popcount(a)));
+    UNARY("popc.b64", u32, u64, u32(std::popcount(a)));
     UNARY("clz.b32", u32, u32, u32(std::countl_zero(a)));
     UNARY("brev.b32", u32, u32, [](u32 x) { u32 y = 0; for (int i = 0; i < 32; i++) y |= (x >> i & 1) << (31 - i); return y; }(a));
     TERNARY("bfe.u32", u32, u32, u32, field<u32>(a, b, c, false));

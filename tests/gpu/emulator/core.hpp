@@ -112,10 +112,9 @@ struct Block {  // a CTA
     void write(const Warp& w, const Operation& op, u32 address, const void* given, u32 bytes);
     const u8* read(const Transfer& t, u32 address, u32 bytes);
     void write(const Transfer& t, u32 address, const void* given, u32 bytes);
-
-  private:
-    // whether the access is in order; if not, the launch fails unless it reads ahead
-    bool touch(const Warp&, const Operation&, u32 agent, const Clock&, u32 from, u32 bytes, const void* given);
+    // Notes an access; of a write, what was there before. Whether it is in order: if not, the launch
+    // fails unless it reads ahead.
+    bool touch(const Warp&, const Operation&, u32 agent, const Clock&, u32 from, u32 bytes, const u8* before);
 };
 
 enum class State { ready, waiting, yielded, done };

@@ -64,7 +64,8 @@ class Driver(fake_driver.Driver):
         """What real descriptors must be, and the bytes that hopper.cpp reads."""
         (size,) = (x.itemsize for x, n in cuda_driver.ELEMENTS.items() if n == element)
         wide = {n: x for x, n in cuda_driver.SWIZZLES.items()}[swizzle]
-        assert address % 16 == strides[0] % 16 == 0 and max(box) <= 256
+        assert address % 16 == strides[0] % 16 == 0
+        assert max(box) <= 256
         assert size * box[0] == wide, "rows of a box fill what is swizzled"
         result = super().cuTensorMapEncodeTiled(
             where, element, rank, address, dims, strides, box, steps, inter, swizzle, *more

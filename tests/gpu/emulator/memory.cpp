@@ -66,15 +66,21 @@ static void load(Warp& w, const Operation& op, u32 mask) {
 
 template <int SPACE, class M, class R>
 static void store(Warp& w, const Operation& op, u32 mask) {
-    int many = op.operands[2];
+    const int many = op.operands[2];
+    const u32 bytes = sizeof(M) * many;
+    u8 before[LANES][64];
+    for (int l = 0; SPACE == SHARED && l < LANES; l++)
+        if (mask >> l & 1) memcpy(before[l], w.block->at(w, op, place(w, op, l), bytes), bytes);
     for (int l = 0; l < LANES; l++) {
         if (!(mask >> l & 1)) continue;
         M given[8];
         for (int i = 0; i < many; i++) given[i] = M(w.at<R>(op.operands[3 + i])[l]);
-        const u32 bytes = sizeof(M) * many;
-        if (SPACE == SHARED) w.block->write(w, op, place(w, op, l), given, bytes);
-        else memcpy(reach<SPACE>(w, op, l, bytes), given, bytes);
+        u8* where = SPACE == SHARED ? w.block->at(w, op, place(w, op, l), bytes) : reach<SPACE>(w, op, l, bytes);
+        memcpy(where, given, bytes);
     }
+    // once all lanes have written: what several of them wrote to one place is what stays there
+    for (int l = 0; SPACE == SHARED && l < LANES; l++)
+        if (mask >> l & 1) w.block->touch(w, op, w.number, w.clock, place(w, op, l), bytes, before[l]);
 }
 
 template <int SPACE, class M, class R>

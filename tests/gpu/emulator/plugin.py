@@ -20,8 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from tests import suite
     from tests.gpu.emulator import driver
 
+    suite.COMPILED = True
     patch = pytest.MonkeyPatch()
     _driver.append(driver.install(patch, config.getoption("--emulate")))
     config.add_cleanup(patch.undo)

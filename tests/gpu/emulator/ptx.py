@@ -137,14 +137,7 @@ class _Parser:
             if text.startswith(".reg"):
                 self._declare(text)
             elif text.startswith(".branchtargets"):
-                (label,) = (
-                    x
-                    for x, at in self.labels[-1].items()
-                    if x.startswith("JTI") and x not in self.tables
-                )
-                self.tables[label] = [
-                    x.strip() for x in text.removeprefix(".branchtargets").split(",")
-                ]
+                self.tables[list(self.labels[-1])[-1]] = re.findall(r"\$\w+", text)
             elif text and not text.startswith(".pragma"):
                 self._instruction(text)
 

@@ -23,7 +23,7 @@ static std::string named(const Block& block, u32 agent) {
 // Each two bytes have a word for the last write, agent and time, and a word of time per reader.
 // Bytes that are written again as they are do no harm: warps may hold copies of a value.
 bool Block::touch(const Warp& w, const Operation& op, u32 agent, const Clock& clock, u32 from, u32 bytes,
-                  const void* given) {
+                  const u8* before) {
     const u32 many = agents(), now = clock[agent];
     bool ordered = true;
     if (bytes < 2) return true;
@@ -32,19 +32,19 @@ bool Block::touch(const Warp& w, const Operation& op, u32 agent, const Clock& cl
     for (u32 i = 0; i < bytes; i += 2) {
         u32* cell = &shadow[size_t(first + i) / 2 * (many + 1)];
         u32 writer = cell[0] >> 24, when = cell[0] & 0xffffff;
-        bool same = given && !memcmp(&shared[first + i], static_cast<const u8*>(given) + i, 2);
+        bool same = before && !memcmp(&shared[first + i], before + i, 2);
         u32 other = writer;
         bool late = when > clock[writer] && !same, races = late;
-        if (given)
+        if (before)
             for (u32 a = 0; a < many; a++)
                 if (cell[1 + a] > clock[a] && a != agent && !same) races = true, other = a;
         ordered &= !races;
-        if (races && (!launch->ahead || (given && late)))
+        if (races && (!launch->ahead || (before && late)))
             fail(w, op, "a race on shared memory at " + std::to_string(first + i) + ": " + named(*this, agent) +
-                            (given ? " writes" : " reads") + " what " + named(*this, other) +
+                            (before ? " writes" : " reads") + " what " + named(*this, other) +
                             (other == writer && late ? " wrote" : " read") +
                             " without a barrier between");
-        if (given) cell[0] = agent << 24 | (now & 0xffffff);
+        if (before) cell[0] = agent << 24 | (now & 0xffffff);
         else cell[1 + agent] = now;
     }
     return ordered;
@@ -58,9 +58,10 @@ const u8* Block::read(const Warp& w, const Operation& op, u32 address, u32 bytes
 }
 
 void Block::write(const Warp& w, const Operation& op, u32 address, const void* given, u32 bytes) {
-    u8* where = at(w, op, address, bytes);
-    touch(w, op, w.number, w.clock, address, bytes, given);
+    u8 *where = at(w, op, address, bytes), before[16];
+    memcpy(before, where, bytes);
     memcpy(where, given, bytes);
+    touch(w, op, w.number, w.clock, address, bytes, before);
 }
 
 const u8* Block::read(const Transfer& t, u32 address, u32 bytes) {
@@ -70,7 +71,8 @@ const u8* Block::read(const Transfer& t, u32 address, u32 bytes) {
 }
 
 void Block::write(const Transfer& t, u32 address, const void* given, u32 bytes) {
-    u8* where = at(*t.warp, *t.operation, address, bytes);
-    touch(*t.warp, *t.operation, t.agent, t.clock, address, bytes, given);
+    u8 *where = at(*t.warp, *t.operation, address, bytes), before[16];
+    memcpy(before, where, bytes);
     memcpy(where, given, bytes);
+    touch(*t.warp, *t.operation, t.agent, t.clock, address, bytes, before);
 }
