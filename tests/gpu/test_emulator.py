@@ -15,13 +15,13 @@ import torch
 
 pytest.importorskip("triton")
 
-import sluice  # noqa: E402
-from sluice.backends import triton as backend  # noqa: E402
-from sluice.testing import cases  # noqa: E402
-from tests.gpu.emulator import machine  # noqa: E402
-from tests.gpu.emulator.driver import emulated  # noqa: E402
-from tests.gpu.emulator.machine import EmulatorError, Kernel  # noqa: E402
-from tests.gpu.emulator.ptx import UnknownError  # noqa: E402
+import sluice
+from sluice.backends import triton as backend
+from sluice.testing import cases
+from tests.gpu.emulator import machine
+from tests.gpu.emulator.driver import emulated
+from tests.gpu.emulator.machine import EmulatorError, Kernel
+from tests.gpu.emulator.ptx import UnknownError
 
 pytestmark = [
     pytest.mark.skipif(machine.missing() is not None, reason=str(machine.missing())),
@@ -61,7 +61,7 @@ def without(pattern, by=""):
 
 def test_a_missing_barrier_is_a_race():
     between = r"(st\.shared[^;]*;(?:\s|\$\w+:|\.loc[^\n]*)*)bar\.sync\s+0;"
-    with pytest.raises(EmulatorError, match="prefill_.*_kernel: .* a race on shared memory"):
+    with pytest.raises(EmulatorError, match=r"prefill_.*_kernel: .* a race on shared memory"):
         check("prefill/T65", HALF, change=without(between, r"\1"))
 
 
@@ -170,3 +170,20 @@ def test_other_suites_on_an_emulated_gpu(files, chosen, target):
     command += ["--emulate", target, "-k", chosen, *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r"@!complete bra\.uni waitLoop;", "a race on shared memory|relative error|NaN"),
+        (r"wgmma\.wait_group\.sync\.aligned\s+\d+;", "relative error|NaN|not finite"),
+        (r"@%p\d+ mbarrier\.arrive\.shared[^;]*;", "every warp waits for ever"),
+    ],
+    ids=["mbarrier", "wgmma", "arrival"],
+)
+def test_missing_waits_of_hoppers_kernels_are_seen(pattern, said):
+    """As the three tests above, of Triton's kernels."""
+    assert check("prefill/T65", HALF, "sm_90", "hopper", K=128, V=128)
+    with pytest.raises((AssertionError, EmulatorError), match=said):
+        check("prefill/T65", HALF, "sm_90", "hopper", without(pattern), K=128, V=128)
