@@ -31,13 +31,13 @@ static inline void each(D* d, u32 mask, F f) {
     add(text, OP {                                                       \
         SRC(T, A, 1);                                                    \
         each(w.at<D>(op.operands[0]), mask, [=](int l) -> D { T a = A[l]; return expr; }); \
-    })
+    }, 2)
 #define BINARY(text, D, T, U, expr)                                      \
     add(text, OP {                                                       \
         SRC(T, A, 1);                                                    \
         SRC(U, B, 2);                                                    \
         each(w.at<D>(op.operands[0]), mask, [=](int l) -> D { T a = A[l]; U b = B[l]; return expr; }); \
-    })
+    }, 3)
 #define TERNARY(text, D, T, U, expr)                                     \
     add(text, OP {                                                       \
         SRC(T, A, 1);                                                    \
@@ -45,7 +45,7 @@ static inline void each(D* d, u32 mask, F f) {
         SRC(U, C, 3);                                                    \
         each(w.at<D>(op.operands[0]), mask,                              \
              [=](int l) -> D { T a = A[l], b = B[l]; U c = C[l]; return expr; }); \
-    })
+    }, 4)
 // a predicate: a bit per lane
 #define COMPARE(text, T, expr)                                           \
     add(text, OP {                                                       \
@@ -54,7 +54,7 @@ static inline void each(D* d, u32 mask, F f) {
         u32 found = 0, *d = w.at<u32>(op.operands[0]);                   \
         for (int l = 0; l < LANES; l++) { T a = A[l], b = B[l]; found |= u32(expr) << l; } \
         *d = (*d & ~mask) | (found & mask);                              \
-    })
+    }, 3)
 #define PREDICATE(text, expr)                                            \
     add(text, OP {                                                       \
         u32 a = w.first(op.operands[1]), b = w.first(op.operands[op.count - 1]); \
@@ -174,6 +174,27 @@ static void add_floats(const std::string& kind) {
     COMPARE("setp.nan." + kind, T, a != a || b != b);
 }
 
+// two float32 in 64 bits
+template <class F>
+static u64 two(u64 a, u64 b, u64 c, F f) {
+    auto half = [&](int i) { return u64(as_bits(f(as_float(u32(a >> i)), as_float(u32(b >> i)), as_float(u32(c >> i))))); };
+    return half(0) | half(32) << 32;
+}
+
+static void add_pairs() {
+    BINARY("add.f32x2", u64, u64, u64, two(a, b, 0, [](float x, float y, float) { return x + y; }));
+    BINARY("sub.f32x2", u64, u64, u64, two(a, b, 0, [](float x, float y, float) { return x - y; }));
+    BINARY("mul.f32x2", u64, u64, u64, two(a, b, 0, [](float x, float y, float) { return x * y; }));
+    // a 16-bit operand with float32 ones
+    BINARY("add.f32.bf16", float, u16, float, from_bfloat(a) + b);
+    BINARY("sub.f32.bf16", float, u16, float, from_bfloat(a) - b);
+    TERNARY("fma.f32.bf16", float, u16, float, std::fma(from_bfloat(a), from_bfloat(b), c));
+    BINARY("add.f32.f16", float, u16, float, from_half(a) + b);
+    BINARY("sub.f32.f16", float, u16, float, from_half(a) - b);
+    TERNARY("fma.f32.f16", float, u16, float, std::fma(from_half(a), from_half(b), c));
+    TERNARY("fma.f32x2", u64, u64, u64, two(a, b, c, [](float x, float y, float z) { return std::fma(x, y, z); }));
+}
+
 static void add_conversions() {
     UNARY("cvt.f32.f16", float, u16, from_half(a));
     UNARY("cvt.f32.bf16", float, u16, from_bfloat(a));
@@ -279,11 +300,14 @@ void add_arithmetic() {
     add_floats<float>("f32");
     add_floats<double>("f64");
     add_conversions();
+    add_pairs();
     add_packing<u32, u16, 2>("32.2");
     add_packing<u64, u32, 2>("64.2");
     add_packing<u64, u16, 4>("64.4");
     BINARY("min.f32", float, float, float, least(a, b));
     BINARY("max.f32", float, float, float, most(a, b));
+    TERNARY("min3.f32", float, float, float, least(least(a, b), c));
+    TERNARY("max3.f32", float, float, float, most(most(a, b), c));
     BINARY("min.NaN.f32", float, float, float, a != a || b != b ? NAN : least(a, b));
     BINARY("max.NaN.f32", float, float, float, a != a || b != b ? NAN : most(a, b));
     BINARY("min.relu.s32", i32, i32, i32, std::max(std::min(a, b), 0));

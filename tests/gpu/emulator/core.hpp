@@ -145,7 +145,7 @@ struct Warp {
 u8* global(const Warp&, const Operation&, u64 address, u32 bytes, u32 alignment = 0);
 std::string hex(u64);
 
-void add(const std::string& name, Function);  // to the known operations
+void add(const std::string& name, Function, i32 operands = 0);  // to the known ones; 0: any number
 void add_arithmetic();
 void add_memory();
 void add_matrices();

@@ -271,6 +271,8 @@ class _Parser:
         same = "usf" if base in ("mov", "selp") else "us"
         if kinds and plain and re.fullmatch(rf"[{same}]\d+", kinds[-1]):
             kinds = [*kinds[:-1], "b" + kinds[-1][1:]]
+        if base in ("min", "max") and len(operands) == 4:
+            base += "3"
         name = ".".join([base, *kinds])
         if base == "cvt":  # of a part of a wider register, or into one
             into, of = (self._register(x.strip()) for x in operands[:2])
@@ -286,8 +288,10 @@ class _Parser:
             if inner:
                 yield from (self.place(x, 32) for x in inner.strip("{} ").split(","))
             return
-        bits = self._bits(base, kinds, index)
-        for each in operand.strip("{} ").split(","):
+        bits, parts = self._bits(base, kinds, index), operand.strip("{} ").split(",")
+        if base == "mov":
+            bits //= len(parts)
+        for each in parts:
             for name in each.split("|"):
                 yield self.place(name, bits)
 
@@ -298,10 +302,12 @@ class _Parser:
             return 32
         if base in ("shl", "shr") and index == 2:
             return 32
+        if "f32" in kinds[:-1] and index == {"add": 2, "sub": 2, "fma": 3}.get(base):
+            return 32  # the last operand of sub.f32.bf16
         if base == "selp" and index == 3:
             return 1
-        bits = WIDTHS.get(kind) or (16 if kind == "bf16" else 32 if "x2" in kind else 0)
-        bits = bits or int(re.sub(r"\D", "", kind) or 32)
+        one, _, pair = kind.partition("x")
+        bits = WIDTHS.get(kind) or int(re.sub(r"\D", "", one) or 32) * int(pair or 1)
         return 2 * bits if base == "mad" and kinds[0] == "wide" and index == 3 else bits
 
 

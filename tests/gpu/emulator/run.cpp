@@ -5,12 +5,17 @@
 
 #include "core.hpp"
 
-static std::unordered_map<std::string, Function>& known() {
-    static std::unordered_map<std::string, Function> all;
+struct Known {
+    Function run;
+    i32 operands;
+};
+
+static std::unordered_map<std::string, Known>& known() {
+    static std::unordered_map<std::string, Known> all;
     return all;
 }
 
-void add(const std::string& name, Function function) { known()[name] = function; }
+void add(const std::string& name, Function function, i32 operands) { known()[name] = {function, operands}; }
 
 std::string hex(u64 x) {
     char text[32];
@@ -117,12 +122,12 @@ void* kernel_make(int many, const char* const* names, const i32* lists, const i3
     kernel->operations.reserve(many);
     for (int i = 0; i < many; i++) {
         auto found = known().find(names[i]);
-        if (found == known().end()) {
+        if (found == known().end() || (found->second.operands && found->second.operands != counts[i])) {
             snprintf(unknown, 256, "%d|%s", lines[i], names[i]);
             delete kernel;
             return nullptr;
         }
-        kernel->operations.push_back({found->second, lists, counts[i], guards[i], bool(negated[i]), lines[i]});
+        kernel->operations.push_back({found->second.run, lists, counts[i], guards[i], bool(negated[i]), lines[i]});
         lists += counts[i];
     }
     return kernel;
