@@ -154,6 +154,7 @@ def test_what_no_kernel_may_do(body, said):
 # ------------------------------------------------------------------------------------- whole suites
 
 CONTRACT, PASSES = "tests/test_contract.py", "tests/test_transitions.py"
+PROBES = "tests/gpu/test_sequences.py"
 TRAINING = ("tests/training/test_triton.py", "tests/training/test_triton_layer.py")
 
 
@@ -161,7 +162,7 @@ TRAINING = ("tests/training/test_triton.py", "tests/training/test_triton_layer.p
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
     ("files", "chosen"),
-    [((CONTRACT, PASSES), "triton-"), ((CONTRACT, PASSES), "hopper-"), (TRAINING, "")],
+    [((CONTRACT, PASSES), "triton-"), ((CONTRACT, PASSES), "hopper-"), ((PROBES, *TRAINING), "")],
     ids=["triton", "hopper", "training"],
 )
 def test_other_suites_on_an_emulated_gpu(files, chosen, target):

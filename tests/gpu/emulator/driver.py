@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.backends.nvidia.compiler import CUDABackend
 
 from sluice import calls
 from sluice.backends import cuda_driver
 from sluice.backends import triton as portable
-from sluice.backends.triton import compiler, gpu, launch, triton_private
+from sluice.backends.triton import compiler, gpu, launch, triton_private, variants
 from tests.gpu import fake_driver
 from tests.gpu.cross import DEVICE, PROCESSORS, SHARED, TARGETS
 from tests.gpu.emulator.machine import Kernel
@@ -96,12 +97,45 @@ def compile_to_ptx(needed: Any, target: Any) -> Any:
 _compile = compiler.compile_variant
 
 
+def launched_by_triton(driver: Driver, target: Any) -> Callable[..., None]:
+    """Stands in for ``JITFunction.run``: what a test launches as ``kernel[grid](...)``."""
+
+    def run(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **more: Any) -> None:
+        names = [p.name for p in self.params]
+        given = dict(zip(names, args, strict=False)) | {n: more.pop(n) for n in names if n in more}
+        fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
+        kinds, places = {}, []
+        for name in names:
+            x = given[name]
+            if name in fixed:
+                kinds[name] = variants.CONSTANT
+            elif isinstance(x, torch.Tensor):
+                kinds[name] = variants.POINTERS[x.dtype]
+                places.append(ctypes.c_uint64(x.data_ptr()))
+            else:
+                kinds[name] = "fp32" if isinstance(x, float) else "i32"
+                places.append((ctypes.c_float if isinstance(x, float) else ctypes.c_int32)(x))
+        constants = {(i,): given[name] for i, name in enumerate(names) if name in fixed}
+        with triton_private.compiling_for(target):
+            source = triton_private.source(self, kinds, constants, {})
+            made = triton.compile(source, target=target, options=more)
+        places += [ctypes.c_uint64(0)] * 2  # Triton's scratch memory
+        Kernel(driver.change(made.asm["ptx"])).launch(
+            grid[0], 32 * made.metadata.num_warps, made.metadata.shared,
+            [ctypes.addressof(x) for x in places],
+            [extent(x) for x in given.values() if isinstance(x, torch.Tensor)], driver.seed,
+        )  # fmt: skip
+
+    return run
+
+
 def install(patch: pytest.MonkeyPatch, target: str, change: Callable[[str], str] = str) -> Driver:
     """Let calls with CPU tensors run on Triton's and Hopper's backends, on this target."""
     driver = Driver(change)
     patch.setattr(fake_driver, "Driver", lambda: driver)
     fake_driver.install(patch)
     patch.setattr(compiler, "compile_variant", compile_to_ptx)
+    patch.setattr(triton.JITFunction, "run", launched_by_triton(driver, TARGETS[target]))
     patch.setattr(CUDABackend, "make_cubin", lambda self, src, *_: src.encode())
     patch.setattr(CUDABackend, "hash", lambda self: f"emu-{self.target.arch}")
     capability = divmod(TARGETS[target].arch, 10)
