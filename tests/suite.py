@@ -12,6 +12,8 @@ from sluice import dispatch
 from sluice.testing.case import Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILED = DEVICE == "cuda"
+"""Whether GPU kernels run as they are compiled: on a GPU, or in the emulator, which sets this."""
 
 
 def backends(op: str) -> list[str]:

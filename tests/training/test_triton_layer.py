@@ -8,14 +8,14 @@ import torch
 from sluice import dispatch
 from sluice.testing import gradients as exact
 from sluice.testing.compare import assert_within
-from tests.suite import DEVICE, backends
+from tests.suite import COMPILED, backends
 from tests.training import layer_calls
 from tests.training.calls import FLOAT32, HALF
 
 pytestmark = pytest.mark.skipif(
     "triton" not in backends("rms_norm_gated_backward"), reason="no Triton here"
 )
-DTYPES = [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16 if COMPILED else torch.float16]
 
 
 @pytest.fixture(autouse=True)

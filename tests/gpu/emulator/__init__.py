@@ -1,0 +1,1 @@
+"""Run compiled kernels without a GPU: an emulator of PTX (docs/kernels/emulator.md)."""
