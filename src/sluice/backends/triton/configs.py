@@ -184,7 +184,7 @@ def norm(V: int) -> Config:
 
 
 # prefill with decay per key: one kernel, which needs more registers than a thread has and ran on an
-# H200; or two, which spill next to nothing and have run in Triton's interpreter alone
+# H200; or two, which spill next to nothing and have not run on a GPU, only in an emulator
 # (docs/kernels/prefill.md). These major numbers of a compute capability take the one kernel.
 KEY_WHOLE: tuple[int, ...] = (9,)
 KEY = Config(num_warps=4, BLOCK_V=32)
