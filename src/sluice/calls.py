@@ -396,5 +396,3 @@ class _NoGradient(torch.autograd.Function):
 
 OPERATORS: dict[str, Operator] = {}
 """Every operator by name; ``ops`` registers them."""
-INTERNAL: dict[str, Operator] = {}
-"""Operators that no program calls by name: ``<op>_backward``, ``transitions``, ``resume``."""

@@ -107,7 +107,6 @@ class Functional(NamedTuple):
 
 def register_functional(f: Functional) -> None:
     """Make an operator with gradients known to torch."""
-    calls.INTERNAL[f.backward.name] = f.backward
     _register_backward(f.backward)
     op, spec = f.op, f.op.spec
     width, absent = len(f.inputs), f._absent

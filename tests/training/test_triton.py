@@ -14,6 +14,7 @@ import torch
 import sluice
 from sluice import calls
 from sluice.backends.triton import prefill_backward
+from sluice.ops.delta import FUNCTIONAL
 from sluice.testing import gradients as exact
 from sluice.testing.compare import assert_same_bits, assert_within
 from tests.suite import COMPILED, DEVICE, backends
@@ -43,8 +44,7 @@ def backward_of(leaves, options, do, dfinal):
     bounds = options.get("cu_seqlens")
     given += [None if bounds is None else bounds.to(DEVICE), None, do.to(DEVICE), dfinal.to(DEVICE)]
     kept = tuple(options[n] for n in ("scale", "normalize_qk", "neg_eigval", "state_layout"))
-    op = calls.INTERNAL["prefill_backward"]
-    made = calls.run(op, [*given, *[None] * len(ARGUMENTS)], kept, None, "triton")
+    made = calls.run(FUNCTIONAL.backward, [*given, *[None] * len(ARGUMENTS)], kept, None, "triton")
     made = zip(ARGUMENTS, made[len(given) :], strict=True)
     return {n: x.cpu() for n, x in made if n in leaves}
 

@@ -97,5 +97,3 @@ TRANSITIONS = Operator(
     "transitions", PassSpec, _canonical, checks.passes, None, ("state", "out", "map", "kept")
 )
 RESUME = TRANSITIONS._replace(name="resume", canonical=lambda t, options, form: Canonical(t))
-for _op in (TRANSITIONS, RESUME):
-    calls.INTERNAL[_op.name] = _op

@@ -60,7 +60,7 @@ class Kernel:
     """A kernel that can be launched.
 
     Args:
-        text: PTX. seed: of the order in which programs and warps run.
+        text: PTX.
     """
 
     def __init__(self, text: str) -> None:
