@@ -16,13 +16,19 @@ import torch
 from sluice.backends import Launch, module_of
 from sluice.backends import triton as portable
 from sluice.backends.triton import gpu, shipped, toolchain
+from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.errors import GaveUpError
 from sluice.contract.meta import Meta
 from sluice.contract.spec import DeltaSpec, Spec
 
 DEVICES = ("cuda",)
-OPS = {"prefill": "prefill", "transitions": "transitions", "resume": "transitions"}
-ALIGNED = ("q", "k", "v", "out")
+OPS = {
+    "prefill": "prefill",
+    "transitions": "transitions",
+    "resume": "transitions",
+    "prefill_backward": "prefill_backward",
+}
+ALIGNED = ("q", "k", "v", "out", "do", "dv")
 OLDEST = (3, 6)
 """The first release of Triton whose Gluon has what the kernels use."""
 TESTED = ("3.6", "3.9")
@@ -46,7 +52,7 @@ def bind(spec: Spec) -> Launch:
 
 def aligned(spec: Spec) -> Sequence[str]:
     """TMA reaches addresses that are multiples of 16 bytes."""
-    return [name for name in ALIGNED if getattr(spec, name) is not None]
+    return [name for name in ALIGNED if getattr(spec, name, None) is not None]
 
 
 def origin(spec: Spec) -> str:
@@ -128,7 +134,7 @@ def _reason(error: BaseException) -> str:
 def refuse(spec: Spec) -> str | None:
     """The delta rule with K = V = 128 in 16 bits, on token-major inputs; the rest is Triton's."""
     p = spec
-    assert isinstance(p, DeltaSpec)
+    assert isinstance(p, DeltaSpec | DeltaBackwardSpec)
     capability = gpu.capability(p.device)
     limits = (
         (capability == (9, 0), f"compute capability 9.0, not {capability[0]}.{capability[1]}"),
@@ -138,6 +144,7 @@ def refuse(spec: Spec) -> str | None:
         (p.decay != "key", "decay per head, not per key"),
         (p.HQ <= p.HV, f"no more query heads than value heads, not {p.HQ} and {p.HV}"),
         (p.N > 0 and p.T > 0, "at least one token"),
+        (getattr(p, "do", p.q) is not None, "a gradient of the output"),
     )
     reason = next((text for ok, text in limits if not ok), None)
     if reason is None:

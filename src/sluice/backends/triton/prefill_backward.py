@@ -10,6 +10,7 @@ terms 3 with bfloat16; segments at most ROOM.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,13 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     )
 
 
-def best_segment(p: DeltaBackwardSpec, block: int, processors: int) -> int:
+def best_segment(
+    p: DeltaBackwardSpec,
+    block: int,
+    processors: int,
+    states_us: tuple[float, float] = STATES_US,
+    walk_us: tuple[float, float] = WALK_US,
+) -> int:
     """Tokens of a segment by a model of rounds over the SMs; 0: no sequence is split."""
     sequences = max(p.N, 1)
     longest = p.T if not p.varlen else -(-p.T // sequences)
@@ -107,7 +114,7 @@ def best_segment(p: DeltaBackwardSpec, block: int, processors: int) -> int:
     keys = configs.blocks(p.K, block)
 
     def cost(segment: int) -> float:
-        (states, effect), (walk, effect_back) = STATES_US, WALK_US
+        (states, effect), (walk, effect_back) = states_us, walk_us
         if not segment:
             rounds = configs.blocks(heads * columns, processors)
             return rounds * configs.blocks(longest, CHUNK) * (states + walk)
@@ -212,11 +219,15 @@ def refuse(spec: DeltaBackwardSpec) -> str | None:
     return None
 
 
-def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
-    """The same by a given plan."""
+Walks = Callable[[DeltaBackwardSpec, Binding, Parts, Plan, dict[str, Any], int], list[KernelCall]]
+"""Makes the launches of both walks: of a spec, its memory, the workspace, a plan, sizes that
+kernels share, and the number of segments."""
+
+
+def planned_launches(spec: DeltaBackwardSpec, plan: Plan, walks: Walks | None = None) -> Launches:
+    """The same by a given plan; ``walks``: with these in place of Triton's."""
     p, memory = spec, Binding(spec)
     exact = p.dtype == torch.float32
-    columns = configs.blocks(p.V, plan.states.BLOCK_V)
     split = 0 < plan.segment < p.T
     segments = units_of(p, plan.segment if split else WHOLE, tail=False)
     w = workspace(p, memory, segments if split else 0)
@@ -292,7 +303,7 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan) -> Launches:
             )
         )
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
-    calls += _walks(p, memory, w, plan, sizes, segments, columns)
+    calls += (walks or _walks)(p, memory, w, plan, sizes, segments)
     calls += _gradients(p, memory, w, plan, sizes, units)
     if w.by_gate is not None:
         calls.append(gate_sums(memory, w.by_gate, units, p.HV))
@@ -306,11 +317,11 @@ def _walks(
     plan: Plan,
     sizes: dict[str, Any],
     segments: int,
-    columns: int,
 ) -> list[KernelCall]:
     """The walk over states, and the walk back; where sequences are split, the states at the borders
     of segments before both."""
     split = w.segments is not None
+    columns = configs.blocks(p.V, plan.states.BLOCK_V)
     common = {
         "k_ptr": memory["k"],
         "b_ptr": w.b,
@@ -372,7 +383,13 @@ def _walks(
 
     if not split:
         return [states(False), walk(False)]
-    join = kernel_call(
+    join = join_call(p, memory, w, plan)
+    return [states(True), walk(True), join, states(False), walk(False)]
+
+
+def join_call(p: DeltaBackwardSpec, memory: Binding, w: Parts, plan: Plan) -> KernelCall:
+    """States at the borders of segments, and their gradients, from what segments do to any."""
+    return kernel_call(
         JOIN,
         p.N * p.HV * configs.blocks(p.V, JOIN_BLOCK_V) * 2,
         Config(num_warps=8),
@@ -393,7 +410,6 @@ def _walks(
         PRECISION=EXACT,
         STATE_KV=p.state_layout == "kv",
     )
-    return [states(True), walk(True), join, states(False), walk(False)]
 
 
 def _gradients(

@@ -1,0 +1,139 @@
+"""The backward of prefill on Hopper: Gluon walks between the chunk kernels of the Triton backend.
+
+Plan, workspace and all kernels but the walks are those of triton/prefill_backward.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sluice.backends.hopper.kernels.sizes import COPY_WIDTH
+from sluice.backends.triton import gpu
+from sluice.backends.triton import prefill_backward as portable
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
+from sluice.backends.triton.launch import Launches
+from sluice.backends.triton.prefill_arguments import WHOLE
+from sluice.contract.backward import DeltaBackwardSpec
+from sluice.contract.chunk_length import CHUNK
+
+WALK = Kernel("sluice.backends.hopper.kernels.walk_kernel", "hopper_walk_kernel")
+STAGES = 3  # chunks whose tiles fit into shared memory
+BLOCK_V = 64  # value columns per program
+STATES_US, WALK_US = (1.5, 1.3), (1.9, 1.7)
+"""The plan's model as in triton/prefill_backward.py, estimated from the forward kernel, which has
+the same products per chunk."""
+
+
+def launches(spec: DeltaBackwardSpec) -> Launches:
+    """The kernels of ``prefill_backward``."""
+    return portable.planned_launches(spec, plan_of(spec), walks)
+
+
+def plan_of(p: DeltaBackwardSpec) -> portable.Plan:
+    """The plan, by shapes and the GPU alone."""
+    processors = gpu.processors(p.device)
+    segment = portable.best_segment(p, BLOCK_V, processors, STATES_US, WALK_US)
+    return portable.plan_of(p)._replace(segment=segment)
+
+
+def walks(
+    p: DeltaBackwardSpec,
+    memory: Binding,
+    w: portable.Parts,
+    plan: portable.Plan,
+    sizes: dict[str, Any],
+    segments: int,
+) -> list[KernelCall]:
+    """The walk over states, and the walk back; where sequences are split, the states at the borders
+    of segments before both."""
+    split = w.segments is not None
+    tokens, row = p.B * p.T, p.HV * p.V
+    slots = tokens // CHUNK + p.N
+    pads = dict.fromkeys(("q_desc", "p_desc", "dv_desc", "dv_ptr", "p_low_ptr", "decay_q_ptr"))
+    common = pads | {
+        "k_desc": _input(p, "k", p.K),
+        "b_desc": _tiles(w.b, tokens, p.HV * CHUNK, CHUNK, CHUNK),
+        "hard_ptr": w.hard,
+        "beta32_ptr": w.beta32,
+        "decay_in_ptr": w.decay_in,
+        "decay_out_ptr": w.decay_out,
+        "g2_ptr": w.g2,
+        "b_down_ptr": w.b_down,
+        "segments_ptr": w.segments,
+        "cu_seqlens_ptr": memory.dense("cu_seqlens"),
+        "N": p.N,
+        "T": p.T,
+        "tokens": tokens,
+        "segment_size": plan.segment if split else WHOLE,
+        "HV": p.HV,
+        "R_Q": p.HV // p.HQ,
+        "R_K": p.HV // p.HK,
+        "K": p.K,
+        "V": p.V,
+        "STAGES": STAGES,
+        "STATE_KV": p.state_layout == "kv",
+    }
+
+    def states(effect: bool) -> KernelCall:
+        blocks = (p.V + p.K if effect else p.V) // BLOCK_V
+        return _call(
+            segments * p.HV * blocks,
+            **common
+            | {
+                "v_desc": _input(p, "v", COPY_WIDTH),
+                "x_desc": _tiles(w.before, slots * row, p.K, BLOCK_V, p.K),
+                "y_desc": _tiles(w.e, tokens, row, CHUNK, COPY_WIDTH),
+                "y_ptr": w.e,
+                "y_low_ptr": w.e_low,
+                "state_ptr": memory.dense("state"),
+                "dstate_ptr": None,
+                "BACK": False,
+                "EFFECT": effect,
+            },
+        )
+
+    def walk(effect: bool) -> KernelCall:
+        return _call(
+            segments * p.HV * (p.V // BLOCK_V),
+            **common
+            | {
+                "q_desc": _input(p, "q", p.K),
+                "v_desc": _input(p, "do", COPY_WIDTH),
+                "p_desc": _tiles(w.p, tokens, p.HV * CHUNK, CHUNK, CHUNK),
+                "x_desc": _tiles(w.after, slots * row, p.K, BLOCK_V, p.K),
+                "y_desc": _tiles(w.y, tokens, row, CHUNK, COPY_WIDTH),
+                "dv_desc": _input(p, "dv", COPY_WIDTH),
+                "y_ptr": w.y,
+                "dv_ptr": memory["dv"],
+                "y_low_ptr": w.y_low,
+                "p_low_ptr": w.p_low,
+                "decay_q_ptr": w.decay_q,
+                "state_ptr": memory.dense("dfinal"),
+                "dstate_ptr": None if effect else memory["dstate"],
+                "BACK": True,
+                "EFFECT": effect,
+            },
+        )
+
+    if not split:
+        return [states(False), walk(False)]
+    join = portable.join_call(p, memory, w, plan)
+    return [states(True), walk(True), join, states(False), walk(False)]
+
+
+def _call(programs: int, **arguments: Any) -> KernelCall:
+    options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
+    return KernelCall(WALK, programs, options, arguments)
+
+
+def _input(p: DeltaBackwardSpec, name: str, width: int) -> Tiles:
+    """A tensor [B, T, heads, width of a head] as a matrix of tokens, in tiles of a chunk."""
+    meta = getattr(p, name)
+    shape = (p.B * p.T, meta.shape[2] * meta.shape[3])
+    return Tiles(name, meta.dtype, shape, (meta.strides[1], 1), (CHUNK, width))
+
+
+def _tiles(x: Pointer | None, rows: int, columns: int, height: int, width: int) -> Tiles:
+    """A part of the workspace as a matrix."""
+    assert x is not None
+    return Tiles(x.source, x.dtype, (rows, columns), (columns, 1), (height, width))
