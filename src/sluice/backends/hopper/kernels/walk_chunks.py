@@ -82,12 +82,10 @@ def run_walk(args, sizes):
         beta = per_token(factors.beta, stage)
         read = per_token(factors.read, stage)
         if BACK:
-            decay_q = per_token(factors.decay_q, stage)
-            v_out = gl.convert_layout(v.to(gl.float32) * decay_q, left_k).to(dtype)
             u, r = warpgroup_mma_wait(0, deps=[u, r])
             if args.hard_ptr is not None:
                 if this_hard:
-                    r = add_low_terms(r, v_left, args, args.row + t, count)
+                    u, r = add_low_terms(u, r, X, v_left, args, k_smem, args.row + t, count)
             r = r + u * read
         else:
             u = warpgroup_mma_wait(0, deps=[u])
@@ -108,6 +106,8 @@ def run_walk(args, sizes):
         down = down * gl.expand_dims(b_down, 1)
         write = per_token(factors.write, stage)
         if BACK:
+            decay_q = per_token(factors.decay_q, stage)
+            v_out = gl.convert_layout(v.to(gl.float32) * decay_q, left_k).to(dtype)
             X = warpgroup_mma(v_out, tiles.q.index(stage), X, is_async=True)
             y = warpgroup_mma_wait(1, deps=[y])
         else:
@@ -203,8 +203,12 @@ def zero_tiles(tiles, sizes, stage, count):
 
 
 @gluon.jit
-def add_low_terms(r, v_left, args, t, count):
-    """dOᵀ P with the low terms of P, of a hard chunk."""
+def add_low_terms(u, r, X, v_left, args, k_smem, t, count):
+    """K X with the low terms of X, and dOᵀ P with those of P, of a hard chunk.
+
+    triton/kernels/backward_walk.py says why.
+    """
+    dtype: gl.constexpr = k_smem.dtype
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, layout)), 1)
     columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0)
@@ -213,6 +217,8 @@ def add_low_terms(r, v_left, args, t, count):
     args.tiles.p_low.store(low)
     fence_async_shared()
     barrier()
+    rest = gl.convert_layout(X - X.to(dtype).to(gl.float32), left_operand(C)).to(dtype)
+    u = warpgroup_mma(rest, k_smem.permute((1, 0)), u)
     r = warpgroup_mma(v_left, args.tiles.p_low, r)
     barrier()
-    return r
+    return u, r

@@ -9,6 +9,10 @@ One program owns BLOCK_V value columns of one value head over one segment of a s
 
 The gradient of the state after each chunk is stored in the dtype of the inputs, and so is Y, for
 nothing can be divided by beta. With EFFECT nothing is stored but dS_zero of the segment.
+
+In hard chunks (backward_chunks.py) dS is a sum of two terms where it meets the keys. What queries
+ask of a state adds up in dS, chunk by chunk, while along keys that repeat nearly all of it cancels:
+rounded once, dV would have an error that grows with the length of the sequence.
 """
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
 
@@ -148,6 +152,9 @@ def backward_walk_kernel(
         hard = False
         if hard_ptr is not None:
             hard = tl.load(hard_ptr + t // C) != 0
+            if hard:
+                dS_rest = (dS - dS_low.to(tl.float32)).to(k.dtype)
+                dv += tl.dot(dS_rest, tl.trans(k)) * decay_out[None, :]
         given = ()
         if do_ptr is not None:
             for reader in tl.static_range(READERS):
