@@ -13,6 +13,9 @@ import torch
 pytest.importorskip("triton")
 
 import sluice
+from sluice.backends import hopper
+from sluice.backends import triton as portable
+from sluice.backends.hopper import prefill_backward as hopper_backward
 from sluice.backends.triton import interpreted, prefill_backward
 from sluice.backends.triton.arguments import KernelCall
 from sluice.backends.triton.variants import variant
@@ -25,7 +28,7 @@ from tests.gpu.cross import (
     resources,
     translate_for,
 )
-from tests.training import layer_calls
+from tests.training import hopper_calls, layer_calls
 from tests.training.calls import Call
 from tests.training.triton_calls import (
     HARD,
@@ -49,6 +52,7 @@ SPILLS = {
     "backward_queries_kernel": 96,
     "backward_keys_kernel": 536,
     "backward_inverse_kernel": 48,  # with Triton 3.9; 32 with 3.6
+    "hopper_walk_kernel": 64,
 }
 SPILLS_ELSEWHERE = {"backward_inverse_kernel": 32, "backward_keys_kernel": 32}
 """Bytes of stack per thread on Hopper, 32 where a kernel is not named, and on sm_89, 0 there."""
@@ -81,17 +85,18 @@ def split() -> Iterator[Callable[[], Any]]:
 
 
 def launches(
-    target: str, *calls: Callable[[], Any], segment: int | None = None
+    target: str, *calls: Callable[[], Any], segment: int | None = None, package: Any = portable
 ) -> list[KernelCall]:
     """What these calls launch in backward on such a GPU; of launches of one variant the first."""
+    module = prefill_backward if package is portable else hopper_backward
     found: dict[Any, KernelCall] = {}
     with gpu_like(target) as device:
         for call in calls:
             for spec in backward_specs_of(call, device):
-                made = bound(spec)
+                made = bound(spec, package)
                 if segment is not None:
-                    plan = prefill_backward.plan_of(spec)._replace(segment=segment)
-                    made = prefill_backward.planned_launches(spec, plan)
+                    plan = module.plan_of(spec)._replace(segment=segment)
+                    made = module.planned_launches(spec, plan)
                 for launch in made.calls:
                     found.setdefault(variant(launch), launch)
     return list(found.values())
@@ -111,6 +116,18 @@ def test_the_compiler_understands_every_kernel_of_the_tests():
         translate_for(launch, "sm_90")
 
 
+def test_the_compiler_understands_every_kernel_of_hoppers_tests():
+    """As above; tests/training/test_hopper.py runs them, on a GPU or in the emulator."""
+    calls = [*hopper_calls.KINDS, *hopper_calls.HARD[:1]]
+    half = [partial(prefill, call, dtype) for call in calls for dtype in (BFLOAT16, FLOAT16)]
+    seen = launches("sm_90", *half, package=hopper)
+    seen += launches("sm_90", *half, package=hopper, segment=64)
+    assert any(launch.arguments.get("EFFECT") for launch in seen)
+    for launch in seen:
+        if "hopper" in launch.kernel.name:
+            translate_for(launch, "sm_90")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in every()])
 def test_every_kernel_of_the_tests_compiles_and_fits(call):
@@ -123,7 +140,18 @@ def test_every_kernel_of_the_tests_compiles_and_fits(call):
 @pytest.mark.parametrize("call", [USUAL, PER_KEY], ids=str)
 @pytest.mark.parametrize("target", ["sm_90", "sm_89"])
 def test_the_kernels_fit(target, call):
-    for launch in launches(target, partial(prefill, call, BFLOAT16)):
+    fit(target, launches(target, partial(prefill, call, BFLOAT16)))
+
+
+@pytest.mark.parametrize("segment", [0, 1024], ids=["whole", "split"])
+def test_hoppers_kernels_fit(segment):
+    made = launches("sm_90", partial(prefill, USUAL, BFLOAT16), segment=segment, package=hopper)
+    fit("sm_90", [launch for launch in made if "hopper" in launch.kernel.name])
+
+
+def fit(target: str, made: list[KernelCall]) -> None:
+    assert made
+    for launch in made:
         used, kernel = resources(compile_for(launch, target)), launch.kernel.name
         assert used.shared <= 1024 * SHARED[target], f"{kernel}: {used}"
         allowed = SPILLS.get(kernel, 32) if target == "sm_90" else SPILLS_ELSEWHERE.get(kernel, 0)

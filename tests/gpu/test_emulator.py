@@ -22,6 +22,8 @@ from tests.gpu.emulator import machine
 from tests.gpu.emulator.driver import emulated
 from tests.gpu.emulator.machine import EmulatorError, Kernel
 from tests.gpu.emulator.ptx import UnknownError
+from tests.training import kernel_calls
+from tests.training.hopper_calls import SAME, USUAL
 
 pytestmark = [
     pytest.mark.skipif(machine.missing() is not None, reason=str(machine.missing())),
@@ -49,6 +51,19 @@ def test_compiled_kernels_are_right(name, dtype):
 def test_prefill_is_right_in_16_bits():
     """Tensor cores, matrices through shared memory, asynchronous copies."""
     assert len(check("prefill/T65", HALF)) >= 3
+
+
+def backward(call, dtype, change=str):
+    """The gradients of a call of prefill by Hopper's kernels; the launches."""
+    with emulated("sm_90", change) as driver:
+        kernel_calls.check(call, dtype, "hopper")
+    return driver.launched
+
+
+def test_hoppers_backward_is_right():
+    """Tails and hard chunks; tests/training/test_hopper.py has the rest."""
+    assert backward(USUAL.of(lengths=(5, 0, 130)), torch.bfloat16)
+    assert backward(SAME, torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------ faults in PTX
@@ -155,7 +170,11 @@ def test_what_no_kernel_may_do(body, said):
 
 CONTRACT, PASSES = "tests/test_contract.py", "tests/test_transitions.py"
 PROBES = "tests/gpu/test_sequences.py"
-TRAINING = ("tests/training/test_triton.py", "tests/training/test_triton_layer.py")
+TRAINING = (
+    "tests/training/test_hopper.py",
+    "tests/training/test_triton.py",
+    "tests/training/test_triton_layer.py",
+)
 
 
 @pytest.mark.long
@@ -190,3 +209,5 @@ def test_missing_waits_of_hoppers_kernels_are_seen(pattern, said):
     assert check("prefill/T65", HALF, "sm_90", "hopper", K=128, V=128)
     with pytest.raises((AssertionError, EmulatorError), match=said):
         check("prefill/T65", HALF, "sm_90", "hopper", without(pattern), K=128, V=128)
+    with pytest.raises((AssertionError, EmulatorError), match=said):
+        backward(USUAL, HALF, without(pattern))

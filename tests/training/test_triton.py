@@ -14,11 +14,9 @@ import torch
 import sluice
 from sluice import calls
 from sluice.backends.triton import prefill_backward
-from sluice.ops.delta import FUNCTIONAL
-from sluice.testing import gradients as exact
-from sluice.testing.compare import assert_same_bits, assert_within
+from sluice.testing.compare import assert_same_bits
 from tests.suite import COMPILED, DEVICE, backends
-from tests.training.calls import FLOAT32, HALF
+from tests.training.kernel_calls import backward_of, check, drawn
 from tests.training.triton_calls import (
     HARD,
     HARD_KEYS,
@@ -35,48 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning"),
     pytest.mark.skipif("triton" not in backends("prefill_backward"), reason="no Triton here"),
 ]
-ARGUMENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
-
-def backward_of(leaves, options, do, dfinal):
-    """The gradients by Triton's kernels, by name."""
-    given = [leaves[n].detach().to(DEVICE) if n in leaves else None for n in ARGUMENTS]
-    bounds = options.get("cu_seqlens")
-    given += [None if bounds is None else bounds.to(DEVICE), None, do.to(DEVICE), dfinal.to(DEVICE)]
-    kept = tuple(options[n] for n in ("scale", "normalize_qk", "neg_eigval", "state_layout"))
-    made = calls.run(FUNCTIONAL.backward, [*given, *[None] * len(ARGUMENTS)], kept, None, "triton")
-    made = zip(ARGUMENTS, made[len(given) :], strict=True)
-    return {n: x.cpu() for n, x in made if n in leaves}
-
-
-def drawn(call, dtype):
-    """A call's leaves and options, and gradients of its outputs: NaN where none may be read."""
-    leaves, options = call.make(dtype)
-    o, final = exact.delta(**leaves, **options)
-    gen = torch.Generator().manual_seed(1)
-    tokens = leaves["v"].shape[1]
-    do = torch.randn(o.shape[0], tokens, *o.shape[2:], generator=gen).to(dtype)
-    dfinal = torch.randn(final.shape, generator=gen)
-    return leaves, options, (o, final), do, dfinal
-
-
-def check(call, dtype):
-    leaves, options, (o, final), do, dfinal = drawn(call, dtype)
-    end = None if call.lengths is None else sum(call.lengths)
-    by = [do[:, : o.shape[1]].double(), dfinal.double()]
-    if end is not None:
-        by[0] = by[0].clone()
-        by[0][:, end:] = 0
-        do[:, end:] = float("nan")
-    wanted = torch.autograd.grad([o, final], list(leaves.values()), by, allow_unused=True)
-    found = backward_of(leaves, options, do, dfinal)
-    for (name, a), b in zip(found.items(), wanted, strict=True):
-        limit = FLOAT32 if dtype == torch.float32 else HALF.get(name, 6e-3)
-        if end is not None and name in ("q", "k", "v", "g", "beta"):
-            assert not a[:, end:].any(), f"d{name} behind the last border"
-            a, b = a[:, :end], b[:, :end]
-        assert_within(a, b, limit, name=f"{call}: d{name}")
-
 
 needs_gpu = pytest.mark.skipif(not COMPILED, reason="too slow in Triton's interpreter")
 

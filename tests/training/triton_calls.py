@@ -61,6 +61,19 @@ WIDE = [
     Call("128, packed", lengths=(5, 0, 64, 1, 130), K=128, V=128),
     Call("128, repeated", B=1, T=130, K=128, V=128, keys="repeated", rate=0.0, beta="one"),
     Call("128, correlated", B=1, T=200, K=128, V=128, keys="correlated", rate=0.01),
+    Call(
+        "128, identical",
+        B=1,
+        T=200,
+        HV=2,
+        HQ=1,
+        HK=1,
+        K=128,
+        V=128,
+        keys="identical",
+        rate=0.0,
+        beta="one",
+    ),
     Call("256", B=1, T=70, HV=2, K=256, V=256),
 ]
 WIDE_KEYS = [

@@ -16,7 +16,7 @@ from sluice.backends.triton.prefill_arguments import WHOLE
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
-WALK = Kernel("sluice.backends.hopper.kernels.walk_kernel", "hopper_walk_kernel")
+WALK = Kernel("sluice.backends.hopper.kernels.backward_walk_kernel", "hopper_walk_kernel")
 STAGES = 3  # chunks whose tiles fit into shared memory
 BLOCK_V = 64  # value columns per program
 STATES_US, WALK_US = (1.5, 1.3), (1.9, 1.7)
@@ -26,7 +26,12 @@ the same products per chunk."""
 
 def launches(spec: DeltaBackwardSpec) -> Launches:
     """The kernels of ``prefill_backward``."""
-    return portable.planned_launches(spec, plan_of(spec), walks)
+    return planned_launches(spec, plan_of(spec))
+
+
+def planned_launches(spec: DeltaBackwardSpec, plan: portable.Plan) -> Launches:
+    """The same by a given plan."""
+    return portable.planned_launches(spec, plan, walks)
 
 
 def plan_of(p: DeltaBackwardSpec) -> portable.Plan:

@@ -11,7 +11,8 @@ so both are one kernel: a product with keys, one with Bg, and an update of X, ea
 for the one before it. X is stored before it is changed, and so are E, or Y and dV = beta Y.
 
 A program owns 64 value columns of one value head over one segment of a sequence. One warp brings
-tiles by TMA and factors, STAGES chunks ahead (walk_loader.py); four warps hold X (walk_chunks.py).
+tiles by TMA and factors, STAGES chunks ahead (backward_walk_loader.py); four warps hold X
+(backward_walk_chunks.py).
 
 With EFFECT nothing is stored but X after a segment that began with zeros; forward also from the
 identity and without values, which is the segment's transition (G11).
@@ -24,8 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sluice.backends.hopper.kernels.constants import GROUP_V, C
-from sluice.backends.hopper.kernels.walk_args import (
+from sluice.backends.hopper.kernels.backward_walk_args import (
     WalkArgs,
     WalkBarriers,
     WalkFactors,
@@ -33,8 +33,9 @@ from sluice.backends.hopper.kernels.walk_args import (
     WalkSizes,
     WalkTiles,
 )
-from sluice.backends.hopper.kernels.walk_chunks import run_walk
-from sluice.backends.hopper.kernels.walk_loader import run_walk_loader
+from sluice.backends.hopper.kernels.backward_walk_chunks import run_walk
+from sluice.backends.hopper.kernels.backward_walk_loader import run_walk_loader
+from sluice.backends.hopper.kernels.constants import GROUP_V, C
 from sluice.backends.hopper.kernels.work_units import unit_span
 from sluice.backends.triton.kernels.alignment import INDICES
 
@@ -113,16 +114,14 @@ def hopper_walk_kernel(
         segments_ptr += (unit.to(gl.int64) * HV + head) * ((2 * V + K) * K)
         if BACK:
             segments_ptr += (V + K) * K
-    source_ptr = state_ptr
     if state_ptr is not None:
-        source_ptr += of_sequence
+        state_ptr += of_sequence
+    if dstate_ptr is not None:
+        dstate_ptr += of_sequence
+    write = live
     if EFFECT:
-        target_ptr = segments_ptr + gl.where(values != 0, 0, V * K)
-        write = live
+        dstate_ptr = segments_ptr + gl.where(values != 0, 0, V * K)
     else:
-        target_ptr = dstate_ptr
-        if dstate_ptr is not None:
-            target_ptr += of_sequence
         write = live & (segment == 0)
     if hard_ptr is not None:
         hard_ptr += head * (tokens // C + N) + row // C + seq
@@ -154,9 +153,9 @@ def hopper_walk_kernel(
         x_desc=x_desc, y_desc=y_desc, dv_desc=dv_desc,
         y_ptr=y_ptr + head_v * V + first_v, y_low_ptr=y_low_ptr, dv_ptr=dv_ptr,
         p_low_ptr=p_low_ptr, hard_ptr=hard_ptr,
-        source_ptr=source_ptr, has_source=live & ((segments_ptr is None) | (is_split == 0)),
+        source_ptr=state_ptr, has_source=live & ((segments_ptr is None) | (is_split == 0)),
         segments_ptr=segments_ptr, is_split=live & is_split,
-        target_ptr=target_ptr, write=write, values=values,
+        target_ptr=dstate_ptr, write=write, values=values,
         row=row, tokens=count, column_v=head_v * V + first_v, first_v=first_v,
         row_x=((row // C + seq) * HV + head_v) * V + first_v, step_x=HV * V,
         stride_v_t=HV * V, stride_p_t=HV * C,

@@ -1,7 +1,7 @@
 """The warps of hopper_walk_kernel that hold X: 64 value columns, through all chunks of a program.
 
-walk_kernel.py has the equations. Products run in the order in which they are issued, so one that
-nothing waits for (Pᵀ dO, Qᵀ dO) is issued after the one that the chain waits for.
+backward_walk_kernel.py has the equations. Products run in the order in which they are issued, so
+one that nothing waits for (Pᵀ dO, Qᵀ dO) is issued after the one that the chain waits for.
 
 Chunks are alike but for two kinds. The last chunk of a sequence may be short: what follows in its
 tiles is another sequence's, and becomes zeros. Hard chunks (triton/kernels/backward_chunks.py) have
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sluice.backends.hopper.kernels.backward_walk_loader import token_of
 from sluice.backends.hopper.kernels.constants import COPY_WIDTH, GROUP_V, C
 from sluice.backends.hopper.kernels.gluon_api import async_store, barrier
 from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
@@ -33,7 +34,6 @@ from sluice.backends.hopper.kernels.state_groups import (
     to_float16,
 )
 from sluice.backends.hopper.kernels.state_products import zero_after
-from sluice.backends.hopper.kernels.walk_loader import token_of
 
 
 @gluon.jit
