@@ -4,6 +4,7 @@ python benchmarks/gpu_training.py            # one line per shape, checked befor
 python benchmarks/gpu_training.py --kernels  # and microseconds of each kernel of the backward
 python benchmarks/gpu_training.py --plans    # each kernel of the backward, cut in other ways
 python benchmarks/gpu_training.py --peers    # FLA and FlashQLA where they are installed and run
+python benchmarks/gpu_training.py --backend triton  # any of these, on this backend alone
 
 Gradients are compared with those of the chunked backward in float64: what is off by more than
 LIMIT is not timed. Queries and keys come with length one, as in what FlashQLA publishes.
@@ -13,6 +14,7 @@ LIMIT is not timed. Queries and keys come with length one, as in what FlashQLA p
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -228,10 +230,11 @@ def changed(plan: Any, kernel: str, change: dict[str, int]) -> Any:
     return plan._replace(**{name: getattr(plan, name)._replace(**change) for name in touched})
 
 
-def plans(name: str) -> None:
+def plans(name: str, backend: str) -> None:
     """Microseconds of the backward and its kernels, by the plan and with one thing changed."""
-    from sluice.backends.triton import launch, prefill_backward
+    from sluice.backends.triton import launch
 
+    prefill_backward = importlib.import_module(f"sluice.backends.{backend}.prefill_backward")
     x = inputs(SHAPES[name])
     wanted = exact(x)
     made = [torch.empty_like(y) for y in x.leaves]
@@ -240,7 +243,9 @@ def plans(name: str) -> None:
     spec = DeltaBackwardSpec.make("prefill_backward", metas, OPTIONS)
     base = prefill_backward.plan_of(spec)
     choices = [("plan", {})]
-    choices += [(kernel, change) for kernel, changes in VARIANTS.items() for change in changes]
+    skipped = ("states", "walk", "serial", "two per SM") if backend == "hopper" else ()
+    for kernel, changes in VARIANTS.items():
+        choices += [(kernel, change) for change in changes if kernel not in skipped]
     launches = []
     for kernel, change in choices:
         plan = base if kernel == "plan" else changed(base, kernel, change)
@@ -312,12 +317,19 @@ def main() -> None:
     for name in ("kernels", "plans", "peers"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--backend", choices=("hopper", "triton"))
     chosen = parser.parse_args()
+    with sluice.use_backend(chosen.backend):
+        run(chosen)
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """What the command line asks for."""
     began = time.monotonic()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if chosen.plans:
         for name in chosen.shapes:
-            plans(name)
+            plans(name, chosen.backend or "hopper")
     elif chosen.peers:
         peer_rows(chosen.shapes)
     else:

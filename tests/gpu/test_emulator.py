@@ -53,17 +53,22 @@ def test_prefill_is_right_in_16_bits():
     assert len(check("prefill/T65", HALF)) >= 3
 
 
-def backward(call, dtype, change=str):
-    """The gradients of a call of prefill by Hopper's kernels; the launches."""
+def backward(call, dtype, backend="hopper", change=str):
+    """The gradients of a call of prefill by kernels for Hopper; the launches."""
     with emulated("sm_90", change) as driver:
-        kernel_calls.check(call, dtype, "hopper")
+        kernel_calls.check(call, dtype, backend)
     return driver.launched
 
 
 def test_hoppers_backward_is_right():
-    """Tails and hard chunks; tests/training/test_hopper.py has the rest."""
+    """A tail, packed sequences, the end of an empty one; tests/training/test_hopper.py has all."""
     assert backward(USUAL.of(lengths=(5, 0, 130)), torch.bfloat16)
-    assert backward(SAME, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_gradients_of_keys_that_repeat(name):
+    """What is kept as two terms in hard chunks, of bfloat16 alone: no interpreter rounds so."""
+    assert backward(SAME, torch.bfloat16, name)
 
 
 # ------------------------------------------------------------------------------ faults in PTX
@@ -210,4 +215,4 @@ def test_missing_waits_of_hoppers_kernels_are_seen(pattern, said):
     with pytest.raises((AssertionError, EmulatorError), match=said):
         check("prefill/T65", HALF, "sm_90", "hopper", without(pattern), K=128, V=128)
     with pytest.raises((AssertionError, EmulatorError), match=said):
-        backward(USUAL, HALF, without(pattern))
+        backward(USUAL, HALF, change=without(pattern))

@@ -19,9 +19,8 @@ from sluice.contract.chunk_length import CHUNK
 WALK = Kernel("sluice.backends.hopper.kernels.backward_walk_kernel", "hopper_walk_kernel")
 STAGES = 3  # chunks whose tiles fit into shared memory
 BLOCK_V = 64  # value columns per program
-STATES_US, WALK_US = (1.5, 1.3), (1.9, 1.7)
-"""The plan's model as in triton/prefill_backward.py, estimated from the forward kernel, which has
-the same products per chunk."""
+STATES_US, WALK_US = (1.3, 1.2), (1.6, 1.5)
+"""The plan's model as in triton/prefill_backward.py: estimates (docs/kernels/backward.md)."""
 
 
 def launches(spec: DeltaBackwardSpec) -> Launches:
