@@ -1,6 +1,6 @@
 """What sluice uses of transformers and accelerate that they do not promise.
 
-Tried with transformers 5.2 to 5.22 and accelerate 1.15. ``tests/integrations/test_transformers_*``
+Tried with transformers 5.2 to 5.23 and accelerate 1.15. ``tests/integrations/test_transformers_*``
 fail if one of these is gone.
 
 - A layer's own ``forward``, replaced on the instance: transformers has no hook around a layer that
