@@ -26,7 +26,8 @@ HARD = [
         ("identical", 0.0, "one"),
         ("random", 0.1, "zero"),
     )
-]
+] + [SMALL.of(name="beta near 0, long keys", beta="small", K=128, V=32, HV=1)]
+"""Long keys: what two tokens give each other's gradients is over both lengths, and small."""
 KEY = SMALL.of(name="per key", decay="key", T=17)
 KEYS = [
     KEY,

@@ -139,7 +139,9 @@ class Parts(NamedTuple):
     hard: Pointer | None  # [HV, slots] int32
     n: Pointer | None  # [tokens, HO, C]; None without dO
     n_low: Pointer | None
+    n_down: Pointer | None  # [HO, slots]; None without dO, unless float16
     h: Pointer | None  # [tokens, HV, C]; None without beta
+    h_down: Pointer | None  # [HV, slots]; None without beta, unless float16
     by_pair: Pointer | None  # [HV, tokens]; None without g
     b: Pointer | None  # [tokens, HV, C]; None without beta
     b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
@@ -168,6 +170,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
         return memory.scratch(name, *shape, dtype=dtype) if wanted else None
 
     lows = delta and p.dtype == torch.bfloat16
+    scaled = p.dtype == torch.float16
     half = torch.float32 if exact else torch.float16
     return Parts(
         p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
@@ -178,6 +181,8 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
         hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
         n=part(p.do is not None, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
         n_low=part(lows and p.do is not None, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
+        n_down=part(scaled and p.do is not None, "ws.n_down", p.HO, slots),
+        h_down=part(scaled and delta, "ws.h_down", p.HV, slots),
         h=part(delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
         by_pair=part(gated, "ws.by_pair", p.HV, tokens),
         b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
@@ -432,6 +437,7 @@ def _gradients(
         "k_ptr": memory["k"],
         "hard_ptr": w.hard,
         "n_ptr": w.n,
+        "n_down_ptr": w.n_down,
         **sizes,
         **memory.strides("k", "bth"),
         "HQ": p.HQ,
@@ -455,6 +461,7 @@ def _gradients(
         r_q_ptr=w.r_q,
         n_low_ptr=w.n_low,
         h_ptr=w.h,
+        h_down_ptr=w.h_down,
         by_pair_ptr=w.by_pair,
         dbeta_ptr=memory["dbeta"],
         scale=p.q_scale,
@@ -493,6 +500,7 @@ def _gradients(
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
         h_ptr=w.h,
+        h_down_ptr=w.h_down,
         S_ptr=w.before,
         dS_ptr=w.after,
         by_pair_ptr=w.by_pair,

@@ -61,6 +61,16 @@ def state_products(
 
 
 @triton.jit
+def plus_product(acc, x, y, down_ptr, head, slot, slots, PRECISION: tl.constexpr):
+    """acc + x y, where x is stored over a power of two of its chunk and head, if at all."""
+    if down_ptr is None:
+        acc = tl.dot(x, y, acc=acc, input_precision=PRECISION)
+    else:
+        acc += tl.dot(x, y) * tl.load(down_ptr + head.to(tl.int64) * slots + slot)
+    return acc
+
+
+@triton.jit
 def overlap(
     S_ptr, dS_ptr,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -128,6 +138,7 @@ def backward_queries_kernel(
     do_ptr,  # [B, T, HO, V]; None: zeros
     n_ptr,  # [B * T, HO, C]: N; None without dO
     n_low_ptr,  # its low terms in hard chunks; None: there are none
+    n_down_ptr,  # [HO, B * T // C + N] float32: N is stored over this power of two; None: 1
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     S_ptr,  # [B * T // C + N, HV, V, K]
     decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q
@@ -192,9 +203,10 @@ def backward_queries_kernel(
             n = load_tile(n_at, t, end, 0, HO * C, C, C)
             k_at = k_ptr + (head_v // (HV // HK)) * stride_k_h
             k = load_tile(k_at, t, end, 0, stride_k_t, K, BLOCK_K)
-            dq = tl.dot(n, k, acc=dq, input_precision=PRECISION)
+            slots = tokens // C + N
+            dq = plus_product(dq, n, k, n_down_ptr, head_o, slot, slots, PRECISION)
             if hard_ptr is not None:
-                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                if is_hard(hard_ptr, head_v, slot, slots):
                     n_at = n_low_ptr + (in_row * HO + head_o) * C
                     dq = tl.dot(load_tile(n_at, t, end, 0, HO * C, C, C), k, acc=dq)
     at = dq_ptr + (in_row * HQ + head_q) * K
@@ -217,7 +229,9 @@ def backward_keys_kernel(
     d_ptr,  # [B, T, HV, V]: E; v without beta
     d_low_ptr,  # [B * T, HV, V]: low terms of E in hard chunks; None: there are none
     n_ptr,  # [B * T, HO, C]: N; None without dO
+    n_down_ptr,  # [HO, B * T // C + N] float32: N is stored over this power of two; None: 1
     h_ptr,  # [B * T, HV, C]: H; None without beta
+    h_down_ptr,  # [HV, B * T // C + N] float32, likewise
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     S_ptr,  # [B * T // C + N, HV, V, K]
     dS_ptr,
@@ -281,6 +295,7 @@ def backward_keys_kernel(
     in_row = batch * T
     token = in_row + t + offs_c  # in the workspace
     slot = (in_row + t) // C + seq
+    slots = tokens // C + N
     q_ptr += batch * stride_q_b
     d_ptr += batch * stride_d_b
     k_at = k_ptr + batch * stride_k_b + head_k * stride_k_h
@@ -309,7 +324,7 @@ def backward_keys_kernel(
                 K, V, PIECE, BLOCK_V, STAGES, PRECISION,
             )  # fmt: skip
             if hard_ptr is not None:
-                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                if is_hard(hard_ptr, head_v, slot, slots):
                     low_at = d_low_ptr + (in_row * HV + head_v) * V
                     write = state_products(
                         write, low_at, dS_at, t, end, i * PIECE, HV * V,
@@ -331,15 +346,17 @@ def backward_keys_kernel(
                 dk_i += read
                 h = load_tile(h_ptr + (in_row * HV + head_v) * C, t, end, 0, HV * C, C, C)
                 k = load_tile(k_at, t, end, i * PIECE, stride_k_t, K, PIECE)
-                dk_i = tl.dot(h, k, acc=dk_i, input_precision=PRECISION)
-                dk_i = tl.dot(tl.trans(h), k, acc=dk_i, input_precision=PRECISION)
+                dk_i = plus_product(dk_i, h, k, h_down_ptr, head_v, slot, slots, PRECISION)
+                h = tl.trans(h)
+                dk_i = plus_product(dk_i, h, k, h_down_ptr, head_v, slot, slots, PRECISION)
             if n_ptr is not None:
                 for reader in tl.static_range(READERS):
                     head_o = head_v * READERS + reader
                     q_at = q_ptr + (head_o * HQ // HO) * stride_q_h
                     n = load_tile(n_ptr + (in_row * HO + head_o) * C, t, end, 0, HO * C, C, C)
                     q = load_tile(q_at, t, end, i * PIECE, stride_q_t, K, PIECE)
-                    dk_i = tl.dot(tl.trans(n), q, acc=dk_i, input_precision=PRECISION)
+                    n = tl.trans(n)
+                    dk_i = plus_product(dk_i, n, q, n_down_ptr, head_o, slot, slots, PRECISION)
             sums = sums + (dk_i,)
         dk = sums
         if g2_ptr is not None:

@@ -5,7 +5,8 @@ inverse lengths of queries and keys, or ones:
 
     N = s r_q (dO Dᵀ ∘ Γ) r_k,     H = −r_k strictLower(dV Dᵀ ∘ Γ) r_k
 
-Both are stored for the gradients of queries and keys (backward_gradients.py). With D = beta E and
+Both are stored for the gradients of queries and keys (backward_gradients.py); in float16 with a
+power of two per chunk, because a small beta would leave few of their bits. With D = beta E and
 dV = beta Y, dbeta is the diagonal of Y Eᵀ. The log decay of a token gets what spans it and nothing
 else: no difference of sums is taken.
 """
@@ -93,6 +94,14 @@ def row_products(
 
 
 @triton.jit
+def to_float16(x, down_ptr, head, slot, slots):
+    """x over a power of two that float16 suits; stores that power, of a chunk of a head."""
+    up, down = float16_scale(tl.max(tl.abs(x)), 14)
+    tl.store(down_ptr + head.to(tl.int64) * slots + slot, down)
+    return x * up
+
+
+@triton.jit
 def is_hard(hard_ptr, head_v, slot, slots):
     """Whether a chunk is hard. Asked only where there is a ``hard_ptr``: low terms come with it."""
     return tl.load(hard_ptr + head_v.to(tl.int64) * slots + slot) != 0
@@ -116,7 +125,9 @@ def backward_pairs_kernel(
     r_q_ptr,  # [B * T, HQ] float32
     n_ptr,  # [B * T, HO, C]: N; None without dO
     n_low_ptr,  # its low terms in hard chunks
+    n_down_ptr,  # [HO, B * T // C + N] float32: N is stored over this power of two; None: 1
     h_ptr,  # [B * T, HV, C]: H; None without beta
+    h_down_ptr,  # [HV, B * T // C + N] float32, likewise
     by_pair_ptr,  # [HV, B * T] float32: what pairs ask of decays; None without g
     dbeta_ptr,  # [B, T, HV]; None without beta
     cu_seqlens_ptr,
@@ -187,6 +198,8 @@ def backward_pairs_kernel(
             r_q = load_vector(r_q_ptr, token * HQ + head_o * HQ // HO, rows)
             n = n * fade(g2, low, g2_low_ptr is not None)
             n = n * (r_q * scale)[:, None] * by_column[None, :]
+            if n_down_ptr is not None:
+                n = to_float16(n, n_down_ptr, head_o, slot, tokens // C + N)
             high = n.to(n_ptr.dtype.element_ty)
             tl.store(n_ptr + in_n + in_chunk, high, mask=rows[:, None])
             if hard_ptr is not None:
@@ -211,7 +224,10 @@ def backward_pairs_kernel(
         h = h * by_column[:, None] * by_column[None, :]
         h = tl.where(offs_c[:, None] > offs_c[None, :], h, 0.0)
         at = h_ptr + ((in_row + t) * HV + head_v) * C + offs_c[:, None] * (HV * C) + offs_c[None, :]
-        tl.store(at, h.to(h_ptr.dtype.element_ty), mask=rows[:, None])
+        stored = h
+        if h_down_ptr is not None:
+            stored = to_float16(h, h_down_ptr, head_v, slot, tokens // C + N)
+        tl.store(at, stored.to(h_ptr.dtype.element_ty), mask=rows[:, None])
         if g2_ptr is not None:
             k_at = k_ptr + batch * stride_k_b + head_k * stride_k_h
             PIECE: tl.constexpr = 16 if k_ptr.dtype.element_ty == tl.float32 else BLOCK_K
