@@ -215,13 +215,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of each")
     parser.add_argument("--slots", type=int, default=16, help="of the pool: requests and prefixes")
-    parser.add_argument("--speculate", type=int, default=0, help="guesses a token, at most 7")
+    parser.add_argument("--speculate", type=int, default=0, help="guesses per token, at most 7")
     parser.add_argument("--check", action="store_true", help="compare with generate(), one by one")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     args = parser.parse_args()
+    if graphs := args.device.startswith("cuda") and not args.eager:
+        torch.cuda.set_device(args.device)  # graphs are captured on the current device
     model = load(args.model, args.device)
     prompts = make_prompts(model, args.prompts, 160)
     context = max(map(len, prompts)) + args.tokens
-    engine = Engine(model, args.slots, context, min(args.speculate, 7), args.device != "cpu")
+    engine = Engine(model, args.slots, context, min(args.speculate, 7), graphs)
     serve(engine, prompts[:1], 4)  # compiles
     engine.counts.clear()
     begin = time.perf_counter()
