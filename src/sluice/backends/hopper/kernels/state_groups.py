@@ -331,8 +331,8 @@ def to_float16(x):
     """x [64, C] in float16 as a left operand, each row times a power of two.
 
     Returns that power and its inverse, too. The largest entry of a row lands in [2¹³, 2¹⁴), or
-    lower if it is less than 2⁻⁴⁷: Q S is multiplied by the same power and must not overflow. Rows of
-    zeros stay as they are.
+    lower if it is less than 2⁻⁴⁷: Q S is multiplied by the same power and must not overflow. Rows
+    of zeros stay as they are.
     """
     bits = gl.max(gl.abs(x), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
     bits = gl.where(bits == 0, (127 + 13) * (1 << 23), gl.maximum(bits, (127 - 47) * (1 << 23)))
