@@ -121,23 +121,23 @@ class Engine:
         return True
 
     def _prefill(self, work: Work) -> None:
-        """Read parts of prompts; the state at the last border of a block is kept as a prefix."""
-        kept = []  # the checkpoint of each request: a slot, and the position in its part
-        for r, part in work:
-            border = (r.read + len(part)) // BLOCK * BLOCK
-            prefix = tuple(r.tokens[:border])
-            if border > r.read and prefix not in self.prefixes and self.pool.available:
-                (self.prefixes[prefix],) = self.pool.allocate()
-                kept.append((self.prefixes[prefix], border - r.read))
-            else:
-                kept.append((-1, 0))  # none
-        at = torch.tensor(kept, device=self.device)
+        """Read parts of prompts; the state at each border of a block is kept as a prefix."""
+        kept = [[] for _ in work]  # of each request: slots, and the positions in its part
+        for (r, part), mine in zip(work, kept, strict=True):
+            for border in range(r.read // BLOCK * BLOCK + BLOCK, r.read + len(part) + 1, BLOCK):
+                prefix = tuple(r.tokens[:border])
+                if prefix not in self.prefixes and self.pool.available:
+                    (self.prefixes[prefix],) = self.pool.allocate()
+                    mine.append((self.prefixes[prefix], border - r.read))
+        most = max(map(len, kept)) or 1
+        padded = [mine + [(-1, 0)] * (most - len(mine)) for mine in kept]  # -1: none
+        slots, positions = torch.tensor(padded, device=self.device).unbind(-1)
         inputs, where = self._packed(work)
-        where["checkpoints"] = sluice.Checkpoints(at[:, :1], positions=at[:, 1:])
+        where["checkpoints"] = sluice.Checkpoints(slots, positions=positions)
         self.model.forward(inputs, lambda i, x: self.nets[i](x, **where, **self.states[i]))
-        for (r, part), (slot, _) in zip(work, kept, strict=True):
+        for (r, part), mine in zip(work, kept, strict=True):
             r.read += len(part)
-            if slot >= 0:
+            for slot, _ in mine:
                 self.model.copy(r.slot, slot)
         self.counts["prompt tokens"] += inputs.shape[1]
 

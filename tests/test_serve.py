@@ -57,6 +57,14 @@ def test_the_engine_gives_the_tokens_of_one_by_one_generation(
         assert engine.counts["prompt tokens from the cache"] >= 5 * serve.BLOCK
 
 
+def test_prompts_that_begin_alike_read_the_beginning_once(serve, model, prompts, exact):
+    """Six prompts share 48 tokens: a block and a half."""
+    engine = serve.Engine(model, 16, CONTEXT)
+    assert serve.serve(engine, prompts[:1], NEW) == exact[:1]
+    assert serve.serve(engine, prompts[1:6], NEW) == exact[1:6]
+    assert engine.counts["prompt tokens from the cache"] == 5 * serve.BLOCK
+
+
 @pytest.mark.parametrize("wrong", [2, 3, 5])
 def test_right_and_wrong_guesses_give_the_same_tokens(
     serve, model, prompts, exact, wrong, monkeypatch
