@@ -194,7 +194,7 @@ kernels: $(VENV)/.dev-stamp $(VENV)/triton-$(KERNELS_BY)/.stamp  ## GPU kernels,
 	PYTHONPATH=$(abspath $(VENV))/triton-$(KERNELS_BY) $(PY) packages/kernels/build.py $(KERNELS_ARGS)
 
 wheel: $(VENV)/.release-stamp  ## sdist and wheels in dist/, checked in an empty environment
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	for package in $(PACKAGES); do \
 	  SLUICE_REPOSITORY=$(REPOSITORY) $(PY) -m build --no-isolation --outdir dist $$package || exit 1; \
 	done

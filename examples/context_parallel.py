@@ -26,6 +26,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of all prompts together")
     parser.add_argument("--backend", help="the sluice backend to use (default: the fastest)")
     options = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error(
+            "start it with torchrun --standalone --nproc-per-node 4 examples/context_parallel.py"
+        )
 
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")

@@ -121,23 +121,23 @@ class Engine:
         return True
 
     def _prefill(self, work: Work) -> None:
-        """Read parts of prompts; the state at the last border of a block is kept as a prefix."""
-        kept = []  # the checkpoint of each request: a slot, and the position in its part
-        for r, part in work:
-            border = (r.read + len(part)) // BLOCK * BLOCK
-            prefix = tuple(r.tokens[:border])
-            if border > r.read and prefix not in self.prefixes and self.pool.available:
-                (self.prefixes[prefix],) = self.pool.allocate()
-                kept.append((self.prefixes[prefix], border - r.read))
-            else:
-                kept.append((-1, 0))  # none
-        at = torch.tensor(kept, device=self.device)
+        """Read parts of prompts; the state at each border of a block is kept as a prefix."""
+        kept = [[] for _ in work]  # of each request: slots, and the positions in its part
+        for (r, part), mine in zip(work, kept, strict=True):
+            for border in range(r.read // BLOCK * BLOCK + BLOCK, r.read + len(part) + 1, BLOCK):
+                prefix = tuple(r.tokens[:border])
+                if prefix not in self.prefixes and self.pool.available:
+                    (self.prefixes[prefix],) = self.pool.allocate()
+                    mine.append((self.prefixes[prefix], border - r.read))
+        most = max(map(len, kept)) or 1
+        padded = [mine + [(-1, 0)] * (most - len(mine)) for mine in kept]  # -1: none
+        slots, positions = torch.tensor(padded, device=self.device).unbind(-1)
         inputs, where = self._packed(work)
-        where["checkpoints"] = sluice.Checkpoints(at[:, :1], positions=at[:, 1:])
+        where["checkpoints"] = sluice.Checkpoints(slots, positions=positions)
         self.model.forward(inputs, lambda i, x: self.nets[i](x, **where, **self.states[i]))
-        for (r, part), (slot, _) in zip(work, kept, strict=True):
+        for (r, part), mine in zip(work, kept, strict=True):
             r.read += len(part)
-            if slot >= 0:
+            for slot, _ in mine:
                 self.model.copy(r.slot, slot)
         self.counts["prompt tokens"] += inputs.shape[1]
 
@@ -215,13 +215,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of each")
     parser.add_argument("--slots", type=int, default=16, help="of the pool: requests and prefixes")
-    parser.add_argument("--speculate", type=int, default=0, help="guesses a token, at most 7")
+    parser.add_argument("--speculate", type=int, default=0, help="guesses per token, at most 7")
     parser.add_argument("--check", action="store_true", help="compare with generate(), one by one")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     args = parser.parse_args()
+    if graphs := args.device.startswith("cuda") and not args.eager:
+        torch.cuda.set_device(args.device)  # graphs are captured on the current device
     model = load(args.model, args.device)
     prompts = make_prompts(model, args.prompts, 160)
     context = max(map(len, prompts)) + args.tokens
-    engine = Engine(model, args.slots, context, min(args.speculate, 7), args.device != "cpu")
+    engine = Engine(model, args.slots, context, min(args.speculate, 7), graphs)
     serve(engine, prompts[:1], 4)  # compiles
     engine.counts.clear()
     begin = time.perf_counter()

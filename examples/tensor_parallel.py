@@ -26,6 +26,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", help="the sluice backend to use (default: the fastest)")
     options = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error(
+            "start it with torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py"
+        )
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +30,8 @@ with contextlib.suppress(ModuleNotFoundError):  # no GPU test needs it, so a GPU
     settings.register_profile(
         "unshrunk", settings.get_profile("sluice"), phases=[Phase.explicit, Phase.generate]
     )
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 if toolchain.interpreted():
     interpreter.hasten()
@@ -54,6 +59,15 @@ def _nothing_is_clean():
     """Reliability row 24: every torch.empty holds NaN, so that a missing store shows."""
     with nan_empty():
         yield
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """``examples/serve.py``."""
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("serve")
+    sys.path.remove(str(EXAMPLES))
+    del sys.modules["serve"], sys.modules["hybrid_model"]
 
 
 @pytest.fixture

@@ -556,3 +556,12 @@ def test_every_public_name_is_listed_and_there():
         for alias in node.names
     }
     assert bound <= set(sluice.__all__)
+
+
+def test_parts_of_the_package_need_no_import_of_their_own():
+    """What the README names as sluice.compat.fla is there after ``import sluice``, and not before
+    it is asked for."""
+    names = ["compat.causal_conv1d", "compat.fla", "compat.flashinfer", "distributed.prefill"]
+    asked = [f"assert sluice.{name}" for name in names]
+    loaded = "assert not {'sluice.compat', 'sluice.distributed'} & sys.modules.keys()"
+    _python("; ".join(["import sys, sluice", loaded, *asked]))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,16 +10,7 @@ pytest.importorskip("transformers")
 import sluice
 from tests import recorded
 
-FOLDER = Path(__file__).parents[1] / "examples"
 NEW, CONTEXT = 12, 128
-
-
-@pytest.fixture(scope="module")
-def serve():
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module("serve")
-    sys.path.remove(str(FOLDER))
-    del sys.modules["serve"], sys.modules["hybrid_model"]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +55,14 @@ def test_the_engine_gives_the_tokens_of_one_by_one_generation(
     if slots == 16:
         assert serve.serve(engine, prompts, NEW) == exact  # now from cached prefixes
         assert engine.counts["prompt tokens from the cache"] >= 5 * serve.BLOCK
+
+
+def test_prompts_that_begin_alike_read_the_beginning_once(serve, model, prompts, exact):
+    """Six prompts share 48 tokens: a block and a half."""
+    engine = serve.Engine(model, 16, CONTEXT)
+    assert serve.serve(engine, prompts[:1], NEW) == exact[:1]
+    assert serve.serve(engine, prompts[1:6], NEW) == exact[1:6]
+    assert engine.counts["prompt tokens from the cache"] == 5 * serve.BLOCK
 
 
 @pytest.mark.parametrize("wrong", [2, 3, 5])
@@ -153,6 +148,20 @@ def test_mistakes_with_a_graphs_buffers_are_noticed(
         serve.serve(engine, prompts, NEW)
 
 
+def test_a_graph_that_was_not_warmed_up_is_noticed(serve, model, prompts, exact, graphs):
+    """The comparison can fail: keys that are allocated in a capture are zero in each replay."""
+
+    class Cold(serve.Graph):
+        def __init__(self, run, rows, device):
+            warm = iter([lambda inputs: None, run])
+            super().__init__(lambda inputs: next(warm)(inputs), rows, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "Graph", Cold)
+        engine = serve.Engine(model, 6, CONTEXT, graphs=True)
+    assert serve.serve(engine, prompts[:2], NEW) != exact[:2]
+
+
 def test_a_recorded_graph_repeats_operations_and_no_python():
     """The stand-in itself: static inputs and outputs, in-place writes, and no waiting."""
     x, total, calls = torch.ones(3), torch.zeros(3), []
@@ -174,6 +183,9 @@ def test_a_recorded_graph_repeats_operations_and_no_python():
         x[0].item()
     with recorded.recording(graph), pytest.raises(RuntimeError, match="capturing"):
         torch.tensor([1, 2])
+    for wait in (lambda: x.tolist(), lambda: x[x > 3]):
+        with recorded.recording(graph), pytest.raises(RuntimeError, match="capturing"):
+            wait()
 
 
 def test_guesses_are_what_followed_before(serve):

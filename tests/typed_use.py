@@ -25,6 +25,7 @@ def right(q: Tensor, model: nn.Module) -> None:
     assert_type(state, Tensor)
     assert_type(sluice.accelerate(model), nn.Module)
     assert_type(sluice.restore(model), nn.Module)
+    sluice.compat.fla.chunk_gated_delta_rule(q, q, q, q, q)
     pool = sluice.StatePool.for_model({"model_type": "qwen3_5_text"}, slots=2)
     assert_type(pool.allocate(2), list[sluice.Slot])
     with contextlib.suppress(sluice.PoolError):
@@ -34,6 +35,7 @@ def right(q: Tensor, model: nn.Module) -> None:
 def wrong(x: Tensor, pool: sluice.StatePool) -> None:
     """Refused, line by line."""
     sluice.decodee(x, x, x)  # type: ignore[attr-defined]
+    sluice.compat.flaa  # type: ignore[attr-defined]  # noqa: B018
     sluice.accelerate("name")  # type: ignore[arg-type]
     sluice.prefill(x, x, x, state_layout="vv")  # type: ignore[arg-type]
     sluice.prefill(x, x, x, layout="btd")  # type: ignore[arg-type]

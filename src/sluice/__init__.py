@@ -6,6 +6,7 @@ holds the states of a model, ``GatedDeltaNet`` is the layer. ``explain`` and ``d
 serves a call.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from sluice.contract.errors import BackendError, ContractError, SlowPathWarning, SluiceError
@@ -43,6 +44,9 @@ from sluice.version import __version__
 from sluice.warmup import warmup
 
 if TYPE_CHECKING:
+    from sluice import compat as compat
+    from sluice import distributed as distributed
+    from sluice import integrations as integrations
     from sluice.integrations.transformers import accelerate, restore
 
 __all__ = [
@@ -87,9 +91,9 @@ __all__ = [
 if not TYPE_CHECKING:  # to a type checker, a module with __getattr__ has every name
 
     def __getattr__(name: str) -> Any:
-        """``accelerate`` and ``restore``, imported with their integration when first asked for."""
+        """What is imported when it is first asked for."""
         if name in ("accelerate", "restore"):
-            from sluice.integrations import transformers
-
-            return getattr(transformers, name)
+            return getattr(importlib.import_module("sluice.integrations.transformers"), name)
+        if name in ("compat", "distributed", "integrations"):
+            return importlib.import_module(f"sluice.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -119,12 +119,12 @@ class PoolGeometry:
 
     @property
     def num_k_heads(self) -> int:
-        """Key heads, from ``D = 2·Hk·K + Hv·V``; GeometryError if no number fits."""
+        """Key heads, from ``D = 2·HK·K + HV·V``; GeometryError if no number fits."""
         keys = self.conv_channels - self.num_v_heads * self.head_v_dim
         heads, rest = divmod(keys, 2 * self.head_k_dim)
         if heads < 1 or rest or self.num_v_heads % heads:
             raise GeometryError(
-                f"num_k_heads: expected conv_channels = 2 Hk {self.head_k_dim} + "
+                f"num_k_heads: expected conv_channels = 2 HK {self.head_k_dim} + "
                 f"{self.num_v_heads} {self.head_v_dim}, got {self.conv_channels}"
             )
         return heads
@@ -152,7 +152,7 @@ class PoolGeometry:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """``(Hv, V, K)``: one sequence's recurrent state in one layer."""
+        """``(HV, V, K)``: one sequence's recurrent state in one layer."""
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
 
     @property
@@ -196,7 +196,7 @@ class PoolGeometry:
 class StateSnapshot:
     """State of n sequences, copied out of a pool; it shares no memory with the pool.
 
-    ``conv [layers, n, D, L]`` and ``recurrent [layers, n, Hv, V, K]`` (always the ``"vk"`` layout),
+    ``conv [layers, n, D, L]`` and ``recurrent [layers, n, HV, V, K]`` (always the ``"vk"`` layout),
     contiguous, in the dtypes of ``geometry``. Raises :class:`GeometryError` where tensors and
     geometry disagree. An example is at :meth:`StatePool.snapshot`.
     """

@@ -93,7 +93,7 @@ class StatePool:
     """Conv and recurrent state of every linear layer, for ``slots`` sequences.
 
     Storage is one tensor per kind, ``conv [layers, slots, D, L]`` and ``recurrent [layers, slots,
-    Hv, V, K]``, zero at first. ``state_layout="kv"`` stores ``[.., K, V]`` instead, and
+    HV, V, K]``, zero at first. ``state_layout="kv"`` stores ``[.., K, V]`` instead, and
     ``conv_order="ld"`` keeps channels contiguous in memory (as vLLM does); the shape stays
     ``[.., D, L]``. With ``reserve_slot_0`` row 0 is never allocated, and operators need
     ``pad_slot=pool.pad_slot``. ``device`` defaults to the CPU.
@@ -194,7 +194,7 @@ class StatePool:
 
         ``conv``: ``[layers, slots, D, L]`` (``"dl"``) or ``[layers, slots, L, D]`` (``"ld"``), one
         tensor or a sequence of one ``[slots, ..]`` per layer; any strides that do not overlap.
-        ``recurrent``: likewise ``[layers, slots, Hv, V, K]`` (``"kv"``: ``[.., K, V]``), the last
+        ``recurrent``: likewise ``[layers, slots, HV, V, K]`` (``"kv"``: ``[.., K, V]``), the last
         three dims contiguous; ``stride(0)`` of a layer may be larger (pages).
         All slots are free at first: :meth:`claim` those the engine has filled. Raises
         ``ContractError`` naming the tensor and layer that does not fit the others.
@@ -264,10 +264,10 @@ class StatePool:
     # ---- memory: views, never copies ------------------------------------------------------------
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(conv [slots, D, L], recurrent [slots, Hv, V, K])`` of one linear layer, as views.
+        """``(conv [slots, D, L], recurrent [slots, HV, V, K])`` of one linear layer, as views.
 
         ``index`` counts linear layers (``QwenShape.linear_index`` translates a model's layer
-        number). The recurrent view is ``[slots, Hv, K, V]`` in a ``"kv"`` pool.
+        number). The recurrent view is ``[slots, HV, K, V]`` in a ``"kv"`` pool.
         """
         plain = isinstance(index, int) and not isinstance(index, bool)
         if not plain or not 0 <= index < len(self._layers):
@@ -282,23 +282,23 @@ class StatePool:
 
     @property
     def recurrent(self) -> torch.Tensor:
-        """``[layers, slots, Hv, V, K]`` (``"kv"``: ``[.., K, V]``), a view, as :attr:`conv`."""
+        """``[layers, slots, HV, V, K]`` (``"kv"``: ``[.., K, V]``), a view, as :attr:`conv`."""
         return self._whole()[1]
 
     def vllm_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer ``(conv [slots, L, D], recurrent [slots, Hv, V, K])``, as vLLM binds them.
+        """Per layer ``(conv [slots, L, D], recurrent [slots, HV, V, K])``, as vLLM binds them.
 
         The memory order is vLLM's default in a pool made with ``conv_order="ld"``.
         """
         return [(conv.mT, self._vk(state)) for conv, state in self._layers]
 
     def sglang_views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(conv [layers, slots, D, L], recurrent [layers, slots, Hv, V, K])``, as in SGLang."""
+        """``(conv [layers, slots, D, L], recurrent [layers, slots, HV, V, K])``, as in SGLang."""
         conv, state = self._whole()
         return conv, self._vk(state)
 
     def transformers_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer ``(conv [slots, D, L], recurrent [slots, Hv, K, V])``; L is W there."""
+        """Per layer ``(conv [slots, D, L], recurrent [slots, HV, K, V])``; L is W there."""
         return [(conv, self._vk(state).mT) for conv, state in self._layers]
 
     def _whole(self) -> tuple[torch.Tensor, torch.Tensor]:

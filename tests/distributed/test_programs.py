@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PLAIN = ("--backend", "reference")  # or every process would compile the CPU kernels
 
@@ -32,6 +34,15 @@ def test_the_context_parallel_example_runs_under_torchrun():
     assert len(found) == 3
     assert max(found) < 1e-5
     assert "prefill.transitions: 1 exchanges, 1,048,576 bytes sent" in printed
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "tensor_parallel"])
+def test_an_example_for_ranks_says_how_it_is_started(name):
+    command = [sys.executable, f"examples/{name}.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert f"torchrun --standalone --nproc-per-node 4 examples/{name}.py" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_segments_benchmark_runs_on_a_cpu():

@@ -108,7 +108,7 @@ def footer(results: Results) -> list[str]:
         + ", ".join(f"{k} {v}" for k, v in m["versions"].items()),
         f"floors, measured now: copy {measured.bandwidth / 1e9:,.0f} GB/s, product {rates}",
         f"medians of {run['rounds']} rounds in turn, inputs out of the cache, each checked against "
-        f"the float64 oracle first; {run['processes']}; {run['seconds']:.0f} s",
+        f"the float64 oracle first; processes: {run['processes']}; {run['seconds']:.0f} s",
     ]
     if any((row.share or 0.0) > 1 for row in results.rows):
         out.append(ABOVE_FLOOR)

@@ -92,17 +92,17 @@ class QwenShape:
 
     @property
     def key_dim(self) -> int:
-        """``Hk · K``, the width of Q and of K."""
+        """``HK · K``, the width of Q and of K."""
         return self.num_k_heads * self.head_k_dim
 
     @property
     def value_dim(self) -> int:
-        """``Hv · V``, the width of V, of the gate z and of the layer's output."""
+        """``HV · V``, the width of V, of the gate z and of the layer's output."""
         return self.num_v_heads * self.head_v_dim
 
     @property
     def conv_channels(self) -> int:
-        """``D = 2·Hk·K + Hv·V``, laid out ``[Q all | K all | V all]``."""
+        """``D = 2·HK·K + HV·V``, laid out ``[Q all | K all | V all]``."""
         return 2 * self.key_dim + self.value_dim
 
     @property

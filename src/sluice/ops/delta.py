@@ -216,7 +216,7 @@ def _from_initial(
     N = tensors[0].shape[0] if tensors[0].dim() == 4 else 1
     N = N if bounds is None else bounds.shape[0] - 1
     if initial.dim() != 4 or initial.shape[0] != N:
-        expected = f"{N} states, one per sequence"
+        expected = f"shape [{N}, HV, ..], a state per sequence"
         raise ContractError("prefill", "initial_state", expected, f"shape {list(initial.shape)}")
     if calls.wants_gradient(*tensors[:7], initial):
         tensors[_STATE] = initial

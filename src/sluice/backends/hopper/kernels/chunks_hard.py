@@ -21,8 +21,7 @@ def keys_repeat(kks, NORMALIZE_QK: gl.constexpr):
     With keys of equal length n = 64, so 64 pairs make a chunk hard. Short keys add little, and with
     them more pairs are needed.
 
-    The rule of Triton's kernels, p >= 63 in a whole chunk, whatever n is, marks slightly more
-    chunks.
+    Triton's kernels use a simpler rule, p >= 63 in a whole chunk. It marks slightly more chunks.
     """
     size = gl.abs(side_by_side(kks))
     least = 0.9
@@ -36,7 +35,7 @@ def keys_repeat(kks, NORMALIZE_QK: gl.constexpr):
 def float16_block(ag, g2, row, DECAY: gl.constexpr):
     """A block [16, 16] of Ag times 2⁸ in float16.
 
-    Its last row takes back the rounding errors of the rows above it, decayed to that row: so the
+    Its last row takes back the rounding errors of the rows above it, decayed to that row. So the
     errors of a column cancel.
     """
     ag = gl.minimum(gl.maximum(ag * 256.0, -65504.0), 65504.0)

@@ -10,10 +10,10 @@ waits for another. Then, with E = A_d L_b,
 in float16 products with float32 sums. Only blocks that are not zero are made: E_ij for i > j and
 (E²)_ij for i > j + 1.
 
-E need not be small, but the series over blocks is short: an entry of E² is a sum over 16 tokens of
-bounded terms, or two such sums, so nothing cancels (docs/numerics.md). In a series over single
-tokens much would. The right factor A_d is a sum of two float16 terms: where keys repeat, its
-rounding would add up over tokens.
+E need not be small, but the series over blocks is short. An entry of E² is a sum of bounded terms
+over 16 tokens, or two such sums, so nothing cancels (docs/numerics.md); in a series over single
+tokens much would. The right factor A_d is a sum of two float16 terms. With one term, its rounding
+errors would add up over tokens where keys repeat.
 
 A warp keeps its head in registers: the accumulator of a 16 x 16 product has the layout of a left
 operand, and its transpose that of a right one. Only K Kᵀ and A_d pass through shared memory.

@@ -8,12 +8,12 @@ four value heads at a time, one per warp,
 
 with γ the cumulative log decay in the chunk (docs/kernels/symbols.md). chunks_inverse.py makes A.
 
-Ag is a 16-bit operand with ones on its diagonal. beta is not part of it: rounding would change beta
-by the same error in each token that has the same beta. It is passed on in float32 instead.
+Ag is a 16-bit operand with ones on its diagonal. It does not contain beta: rounded with Ag, beta
+would have the same error in every token with the same beta. It is passed on in float32 instead.
 
 Where keys nearly repeat, errors of Ag add up over tokens (docs/numerics.md). Such a chunk is *hard*
 (chunks_hard.py), and its Ag is float16, whatever 16-bit type the inputs have. A chunk of fewer than
-64 tokens counts as hard too, so that the serial half has one way for both.
+64 tokens counts as hard too, so that the serial half treats both alike.
 """
 
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
@@ -120,7 +120,7 @@ def hopper_chunks_kernel(
         unit = gl.minimum(unit, units - 1)
     seq, start, chunk, end = unit_span(unit, cu_seqlens_ptr, N, T, C)
     row = start + chunk * C
-    made = row  # where what is made of the chunk goes
+    made = row  # where the results for the chunk go
     if TAILS:
         if pid // (HK // KH) >= units:
             seq, row, end = tail_span(tail, cu_seqlens_ptr, checkpoint_positions_ptr, every, T, M)

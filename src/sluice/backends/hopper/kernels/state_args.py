@@ -1,7 +1,7 @@
 """What hopper_state_kernel hands to its warps: constants, shared memory, and each role's arguments.
 
 ``gl.warp_specialize`` copies a role's arguments through shared memory, in the order of the fields,
-without those that the role does not use. Another order compiles to other code: measure it first.
+without those that the role does not use. Another order compiles to other code, so measure a change.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Barriers:
     """Mbarriers, by stage unless stated."""
 
     tiles_ready: gl.shared_memory_descriptor  # loader: kq, v and ag have arrived
-    factors_ready: gl.shared_memory_descriptor  # loader: what follows from the gates is stored
-    qkg_ready: gl.shared_memory_descriptor  # products: so are qkg, qs_up and o_down
-    stage_free: gl.shared_memory_descriptor  # every state group: the stage is read
-    turn: gl.shared_memory_descriptor  # by group: the other one has issued its products
+    factors_ready: gl.shared_memory_descriptor  # loader: the factors from the gates are stored
+    qkg_ready: gl.shared_memory_descriptor  # products: qkg, qs_up and o_down are stored
+    stage_free: gl.shared_memory_descriptor  # every state group: it has read the stage
+    turn: gl.shared_memory_descriptor  # by group: the other group has issued its products
 
 
 @aggregate

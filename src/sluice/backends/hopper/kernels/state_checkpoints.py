@@ -1,10 +1,12 @@
 """Checkpoints of hopper_state_kernel: states inside the sequence, kept in slots of the pool.
 
 A checkpoint after a whole number of chunks is the state that the chain has there, stored while the
-tensor cores work on the next chunk. Any other one is made by its *tail*, the tokens of its last
-chunk that come before it, as in a call that ended there: the parallel half makes Ag of the tail by
-itself, the state at the border of the chunk waits in float32 (in the checkpoint's own slot if the
-pool is float32, else in the workspace), and tails run after the last chunk.
+tensor cores work on the next chunk.
+
+Any other checkpoint has a *tail*: the tokens of its last chunk that come before it. They run as in
+a call that ended there. The parallel half makes Ag of the tail alone. The state at the border of
+the chunk waits in float32, in the checkpoint's own slot if the pool is float32, else in the
+workspace. Tails run after the last chunk.
 """
 
 # ruff: noqa: RET505 (constexpr branches stay if/else)

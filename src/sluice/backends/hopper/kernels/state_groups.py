@@ -177,7 +177,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                         v = v * per_token(factors.beta, next_stage)
                         beta_decay_in = per_token(factors.beta_decay_in, next_stage)
                     u = warpgroup_mma_wait(0, deps=[u])
-                    if GROUPS == 2:  # only now are there registers for it
+                    if GROUPS == 2:  # there were no registers for it before
                         v = v * per_token(factors.beta, next_stage)
                         beta_decay_in = per_token(factors.beta_decay_in, next_stage)
                     stage = next_stage
@@ -214,9 +214,10 @@ def run_state(args, sizes, GROUP: gl.constexpr):
 
 @gluon.jit
 def keep_state(saves, S, chunks, saved, border, slot, first_v, sizes):
-    """Store the state after ``chunks`` chunks if checkpoint ``saved`` lies there; the next one.
+    """Store the state after ``chunks`` chunks if checkpoint ``saved`` lies there.
 
-    A mask and no branch: the tensor cores work meanwhile.
+    Returns what it needs for the next checkpoint. It has a mask and no branch, because the tensor
+    cores are at work.
     """
     here = (chunks == border) & (chunks * C <= saves.tokens)
     kept = here & (saved < saves.number) & (slot > saves.pad_slot)
@@ -327,10 +328,11 @@ def split_uo(uo):
 
 @gluon.jit
 def to_float16(x):
-    """x [64, C] in float16 as a left operand, each row times a power of two; it and its inverse.
+    """x [64, C] in float16 as a left operand, each row times a power of two.
 
-    The largest entry of a row lands in [2¹³, 2¹⁴), or lower if it is less than 2⁻⁴⁷: Q S is
-    multiplied by the same power and must not overflow. Rows of zeros stay as they are.
+    Returns that power and its inverse, too. The largest entry of a row lands in [2¹³, 2¹⁴), or
+    lower if it is less than 2⁻⁴⁷: Q S is multiplied by the same power and must not overflow. Rows
+    of zeros stay as they are.
     """
     bits = gl.max(gl.abs(x), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
     bits = gl.where(bits == 0, (127 + 13) * (1 << 23), gl.maximum(bits, (127 - 47) * (1 << 23)))

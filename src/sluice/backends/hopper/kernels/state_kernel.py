@@ -100,7 +100,7 @@ def hopper_state_kernel(
     STAGES: gl.constexpr,
     STATE_KV: gl.constexpr,
     OUTPUT: gl.constexpr,
-    EVERY: gl.constexpr,  # without OUTPUT: of every segment, else of all but a sequence's last
+    EVERY: gl.constexpr,  # without OUTPUT: for every segment, else for all but a sequence's last
     TAILS: gl.constexpr,  # whether a checkpoint may lie inside a chunk
 ):
     GROUPS: gl.constexpr = BLOCK_V // GROUP_V

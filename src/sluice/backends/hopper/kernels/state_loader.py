@@ -1,6 +1,6 @@
 """The loader role of hopper_state_kernel: one warp brings tiles and gates, STAGES chunks ahead.
 
-It is a warp of its own because its loads are waited for here, and because the compiler puts a
+It has a warp to itself for two reasons. Nobody else waits for its loads. And the compiler puts a
 barrier after each copy, which is cheaper for one warp than for four.
 """
 
@@ -51,7 +51,7 @@ def run_loader(args, sizes):
 def copy_chunk(args, sizes, t, made, stage):
     """Start the TMA copies of a chunk from token ``t`` on. They arrive at ``tiles_ready``.
 
-    ``made``: where the parallel half has put what it made of it.
+    ``made``: where the parallel half has put its results for the chunk.
     """
     K: gl.constexpr = sizes.K
     BLOCK_V: gl.constexpr = sizes.GROUPS * GROUP_V

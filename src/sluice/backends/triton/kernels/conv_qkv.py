@@ -187,7 +187,7 @@ def convolve_rows(
     """``tokens`` tokens of one head; the last W - 1 inputs move along in registers.
 
     Each input is loaded and converted once, and the loads of the next tokens are under way
-    meanwhile. Heads of q, k and v share this code: it is compiled once.
+    meanwhile. Heads of q, k and v share this code, so it is compiled once.
     """
     BLOCK_T: tl.constexpr = conv.BLOCK_T
     ahead = load_rows(place, tokens, mask, stride_x_t, BLOCK_T)
@@ -334,7 +334,7 @@ def conv_qkv_kernel(
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     checkpoint_slots_ptr,  # [N, M] or None
     checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
-    window_start_ptr,  # [N]: windows are left-aligned and read from this column on; None: are not
+    window_start_ptr,  # [N]: left-aligned windows, read from this column on; None: right-aligned
     beta_scale,
     N,
     T,
@@ -372,7 +372,7 @@ def conv_qkv_kernel(
     stride_beta_h,
     HK,
     HV,
-    inverse_parts,  # of divide: of the heads and the gates
+    inverse_parts,  # for divide: heads and gates
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,

@@ -6,9 +6,9 @@
     o  = scale S q / |q|              (D4)
 
 One program owns BLOCK_V rows of one value head's state and keeps them in registers from the first
-token to the last: the state is read once and written once, or after each token to a slot of its
+token to the last. The state is read once and written once, or after each token to a slot of its
 own. q and k are not normalised in place; their inverse lengths go into d and o instead (1 without
-``normalize_qk``). ``verify`` runs this kernel too: it stores k, d and g of each token, by row or in
+``normalize_qk``). ``verify`` runs this kernel too. It stores k, d and g of each token, by row or in
 buffers by slot, and leaves the state alone.
 """
 # ruff: noqa: RUF005 (Triton has no tuple unpacking)
@@ -217,7 +217,7 @@ def decode_kernel(
     HV,
     R_Q,  # value heads per query head; 1 if there are fewer
     R_K,  # value heads per key head
-    inverse_HV,  # of divide, as the next two
+    inverse_HV,  # for divide, as are the next two
     inverse_R_Q,
     inverse_R_K,
     READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer

@@ -7,11 +7,11 @@ Per chunk of C = 64 tokens, docs/kernels/prefill.md:
     O  = scale (e^γ Q S + QKg D)                                             (K11)
     S <- e^γ_C S + Kᵀ (e^(γ_C - γ) D)                                        (K12)
 
-Everything is transposed here. Sᵀ [BLOCK_V, K] is the left operand of its products, and so are Wᵀ
-and Dᵀ: results of the tensor cores are operands again without leaving registers, and shared memory
-holds only tiles of the inputs. Vᵀ is added by a product with the identity, which is exact: a tile
-that only tensor cores read arrives asynchronously and needs no transposing. Ag, QKg and the factors
-per token come from prefill_chunks.py.
+Everything is transposed here. Sᵀ [BLOCK_V, K], Wᵀ and Dᵀ are left operands of their products. So
+results of the tensor cores become operands without leaving registers, and shared memory holds only
+tiles of the inputs. Vᵀ is added by a product with the identity, which is exact: a tile that only
+tensor cores read can arrive asynchronously and need not be transposed. Ag, QKg and the factors per
+token come from prefill_chunks.py.
 
 Operands are rounded to the inputs' type, with two exceptions: QKg D (prefill_chunks.py), and hard
 chunks, whose keys nearly repeat. There the rounding errors of Ag, W and D add up from token to
@@ -35,7 +35,7 @@ from sluice.backends.triton.kernels.math import float16_scale
 from sluice.backends.triton.kernels.prefill_chunks import C
 
 RUN = tl.constexpr(256)
-"""A program looks for the next hard chunk among so many chunks at a time."""
+"""How many chunks a program searches at a time for the next hard one."""
 
 
 class QKVO(NamedTuple):
@@ -110,10 +110,10 @@ class Sizes(NamedTuple):
 
 @triton.constexpr_function
 def stages(STAGES, dtype, HARD):
-    """Chunks whose tiles lie in shared memory at a time: one less for hard chunks of float16.
+    """Chunks whose tiles lie in shared memory at a time: one fewer for hard chunks of float16.
 
-    Where both loops have tiles of the same shapes, Triton merges their ends into one piece of code,
-    in which the tiles of both are live: it would need shared memory for both at once.
+    If both loops had tiles of the same shapes, Triton would merge their ends into one piece of code
+    in which the tiles of both are live, and would need shared memory for both at once.
     """
     return max(1, STAGES - 1) if HARD and dtype == tl.float16 else STAGES
 

@@ -18,7 +18,7 @@ serial half multiplies each token are stored too, one vector per head: the seria
 for exponentials.
 
 Ag is a 16-bit operand with ones on its diagonal. It does not contain beta: rounded with Ag, beta
-would make the same error in every token that has the same beta. It is stored in float32 instead.
+would have the same error in every token with the same beta. It is stored in float32 instead.
 Where keys nearly repeat, errors of the other elements also add up over tokens. Chunks of such keys
 are *hard* and marked so (``repeats``). A mark depends only on the chunk's own keys, so a row's bits
 do not depend on its neighbours. The Ag of a hard chunk is float16, times 2⁸, in the same memory,
@@ -28,8 +28,8 @@ method is in prefill_chunk_loop.py.
 For QKg one program owns a chunk of one key head and computes Q Kᵀ once for its value heads. For Ag
 it owns a chunk of one value head: computing K Kᵀ again costs less than the registers to keep it
 (H200: 56 against 88 µs for 8,192 tokens and 16/32 heads). The inverse is joined from halves, from
-2 x 2 on. A product of the inverses of its own blocks is as precise as they are; a truncated series,
-or one in 16 bits, is wrong for correlated keys (docs/numerics.md).
+2 x 2 on. Such a product of inverses is as precise as they are. A truncated series, or one in 16
+bits, is wrong for correlated keys (docs/numerics.md).
 """
 
 # ruff: noqa: RUF005 (Triton has no tuple unpacking)
@@ -86,7 +86,7 @@ def log2_decay(g_ptr, A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t):
 
 @triton.jit
 def zero_tail(o_ptr, t, end, head, stride_o_t, stride_o_h, heads, V: tl.constexpr):
-    """Zeros for up to 64 tokens that no sequence owns, in ``heads`` output heads of a head."""
+    """Zeros for up to 64 tokens that no sequence owns, in the ``heads`` output heads of a head."""
     offs_v = tl.arange(0, 64)
     for token in range(t, tl.minimum(t + 64, end)):
         for h in range(head * heads, (head + 1) * heads):
@@ -152,7 +152,7 @@ def prefill_products_kernel(
     HK,
     R_Q,  # value heads per query head; 1 if there are fewer
     R_K,  # value heads per key head
-    inverse_HK,  # of divide, as the next one
+    inverse_HK,  # for divide, as is the next one
     inverse_R_Q,
     READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
     SHARED: tl.constexpr,  # whether there are as many query heads as key heads
@@ -229,7 +229,7 @@ def prefill_products_kernel(
 def operand(x, PRECISION: tl.constexpr):
     """x as an operand of a product: float16 for 16-bit inputs.
 
-    float16 has as many bits as tf32. It is rounded, where tensor cores truncate tf32, and a product
+    float16 has as many bits as tf32. It is rounded, while tensor cores truncate tf32, and a product
     in registers can be a left operand directly. With ‖k‖ <= 1 nothing comes near its limits.
     """
     return x.to(tl.float16) if PRECISION == "tf32" else x
@@ -415,7 +415,7 @@ def prefill_inverse_kernel(
     stride_beta_h,
     HV,
     R_K,  # value heads per key head
-    inverse_HV,  # of divide, as the next one
+    inverse_HV,  # for divide, as is the next one
     inverse_R_K,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,

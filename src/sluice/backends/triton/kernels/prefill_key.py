@@ -12,8 +12,10 @@ section 7). In a chunk of 16 tokens, with γ the cumulative log decay [16, K]:
 KKg and QKg are summed directly, and each difference of γ is masked before its exponential, so
 nothing overflows, however strong the gates. Arithmetic is float32, with products in three passes of
 tf32. A program owns BLOCK_V value columns of one value head of one sequence, and computes KKg and
-QKg for itself. It ran on an H200; other GPUs take the kernels of prefill_key_pieces.py, since this
-one needs more registers than a thread has (configs.KEY_WHOLE).
+QKg for itself.
+
+This kernel needs more registers than a thread has. Hopper takes it, since it ran on an H200; other
+GPUs take the kernels of prefill_key_pieces.py (configs.KEY_WHOLE).
 """
 
 # ruff: noqa: RET505 (constexpr branches stay if/else)
@@ -163,7 +165,7 @@ def prefill_key_kernel(
     HV,
     R_Q,  # value heads per query head; 1 if there are fewer
     R_K,  # value heads per key head
-    inverse_HV,  # of divide, as the next two
+    inverse_HV,  # for divide, as are the next two
     inverse_R_Q,
     inverse_R_K,
     READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer

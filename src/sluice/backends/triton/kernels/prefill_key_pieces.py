@@ -3,16 +3,17 @@
 The equations are prefill_key.py's, (K20) and (K21). That kernel needs more registers than a thread
 has; these need less shared memory and, on other GPUs than Hopper's, almost no stack.
 
-``prefill_key_chunks_kernel`` makes QKg and the inverse of all chunks at once. A pair of tokens
-i > j is cut where the larger of two neighbouring blocks of 1, 2, 4 or 8 tokens begins (K28): all
-pairs of one size are one product of rows that decay from there and up to there. No exponent is
-positive, however strong the gates, and each is a sum of decays between two tokens, not a difference
-of cumulative ones: a product with zeros and ones.
+``prefill_key_chunks_kernel`` makes QKg and the inverse of all chunks at once. The decay between two
+tokens i > j is cut at a border of blocks of 1, 2, 4 or 8 tokens, where i lies in one block and j in
+the one before it (K28). Then all pairs of one block size are one product: of rows that decay from
+the border on, and rows that decay up to it. No exponent is positive, however strong the gates. Each
+is a sum of decays between two tokens (a product with zeros and ones), not a difference of
+cumulative ones.
 
 ``prefill_key_states_kernel`` carries the states. A program owns BLOCK_V value columns of one value
-head of one sequence, as Sᵀ: a warp owns 16 of these columns, so that no warp repeats another's
-products. It works on PIECE keys at a time, and loads keys and gates again where they are needed
-again: more would not fit into registers.
+head of one sequence, as Sᵀ. A warp owns 16 of these columns, so that no warp repeats another's
+products. It works on PIECE keys at a time, and loads keys and gates again when it needs them again,
+because more would not fit into registers.
 """
 
 # ruff: noqa: RUF005 (Triton has no tuple unpacking)
@@ -153,7 +154,7 @@ def prefill_key_chunks_kernel(
     HO,
     R_Q,  # value heads per query head; 1 if there are fewer
     R_K,  # value heads per key head
-    inverse_HO,  # of divide, as the next two
+    inverse_HO,  # for divide, as are the next two
     inverse_R_Q,
     inverse_R_K,
     READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
@@ -161,7 +162,7 @@ def prefill_key_chunks_kernel(
     BLOCK_K: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """A program owns a chunk of one output head; that of a value head's first also inverts."""
+    """A program owns a chunk of one output head. A value head's first one also inverts."""
     unit, head_o = divide(tl.program_id(0), HO, inverse_HO)
     head_v = head_o // READERS
     head_q, _ = divide(head_o, R_Q, inverse_R_Q)
@@ -308,7 +309,7 @@ def prefill_key_states_kernel(
     HV,
     R_Q,  # value heads per query head; 1 if there are fewer
     R_K,  # value heads per key head
-    inverse_HV,  # of divide, as the next two
+    inverse_HV,  # for divide, as are the next two
     inverse_R_Q,
     inverse_R_K,
     READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer

@@ -95,7 +95,7 @@ def prefill_state_kernel(
     HV,
     R_Q,  # value heads per query head; 1 if there are fewer
     R_K,  # value heads per key head
-    inverse_HV,  # of divide, as the next two
+    inverse_HV,  # for divide, as are the next two
     inverse_R_Q,
     inverse_R_K,
     READERS: tl.constexpr,  # query heads per value head; 1 if there are fewer
@@ -241,7 +241,7 @@ def prefill_segments_kernel(
     stride_v_h,
     HV,
     R_K,  # value heads per key head
-    inverse_HV,  # of divide, as the next one
+    inverse_HV,  # for divide, as is the next one
     inverse_R_K,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -331,7 +331,7 @@ def prefill_join_kernel(
     segment_size,
     stride_state_p,
     HV,
-    inverse_HV,  # of divide
+    inverse_HV,  # for divide
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -369,7 +369,7 @@ def prefill_join_kernel(
     at = state_ptr + slot * stride_state_p + head_v * (V * K)
     at += state_offsets(offs_k, offs_v, K, V, STATE_KV)
     S = tl.load(at, mask=tile & known, other=0.0).to(tl.float32)
-    # no segment starts from the state after the last one: its place holds that before the first
+    # no segment starts from the state after the last one: the state before the first lies there
     row = (unit + (length - 1) // segment_size) * HV + head_v
     first = segments_ptr + row * (K * (V + K)) + offs_k[:, None] * (V + K)
     tl.store(first + offs_v[None, :], S, mask=tile)

@@ -104,7 +104,7 @@ def step_kernel(
     HK,
     HV,
     readers,  # of the conv windows of a key head: its value heads
-    inverse_HV,  # of divide, as the next
+    inverse_HV,  # for divide, as is the next one
     inverse_readers,
     K: tl.constexpr,
     V: tl.constexpr,

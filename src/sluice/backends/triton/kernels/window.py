@@ -213,7 +213,7 @@ def roll_window(
 
 @triton.jit
 def place_window(window_ptr, window_start_ptr, unit, stride_l, L: tl.constexpr, W: tl.constexpr):
-    """Where a window [D, L] would begin, whose last W - 1 columns are those from its start on."""
+    """Where a window [D, L] would begin if its last W - 1 columns were those from its start on."""
     start = tl.load(window_start_ptr + unit.seq, mask=unit.known, other=0).to(tl.int64)
     start = tl.minimum(tl.maximum(start, 0), L - W + 1)
     return window_ptr + (start - (L - W + 1)) * stride_l
