@@ -94,7 +94,8 @@ def test_views_of_one_tensor_and_other_layouts_have_the_same_gradients(decay):
     def run(kind):
         q, k, v = fused.split([HK * K, HK * K, HV * K], dim=-1)
         q, k, v = (x.unflatten(-1, (-1, K)) for x in (q, k, v))
-        beta, g = gates[..., 0], -gates[..., 1:] if decay == "key" else -gates[..., 1]
+        g, beta = (-gates)[..., 1:], gates[..., 0]
+        g = g.squeeze(-1) if decay == "head" else g
         options = {"normalize_qk": True}
         if kind == "dense":
             q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
