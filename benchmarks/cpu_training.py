@@ -1,13 +1,17 @@
-"""Training on a CPU: forward and backward beside transformers' torch functions.
+"""Training on a CPU: forward and backward beside torch functions of transformers and FLA.
 
     PYTHONPATH=src python benchmarks/cpu_training.py [--tokens 512] [--dtype bfloat16] [--cpu-time]
+        [--per-key]
 
 Lines: the delta rule alone (autograd through transformers' chunk function); a training step of a
 gated delta layer (all gradients, no optimizer) with projections so small that conv, gates, rule and
 norm are what is timed; and the same with Qwen3.5's hidden size, where projections are most of it.
-16/32 heads of 128, float32. Sides take turns in one process; a number is the median of its turns,
-in milliseconds, and the second line has every turn. Gradients are compared first. ``--cpu-time``
-counts the processor time of one thread in place of the clock: for a machine that others use.
+16/32 heads of 128, float32. ``--per-key`` times something else: the delta rule with decay per key
+(KDA), 8/8 heads, beside sluice's ``chunked`` backend and, where FLA is installed, beside autograd
+through FLA's chunk function in plain torch. Sides take turns in one process; a number is the median
+of its turns, in milliseconds, and the second line has every turn. Gradients are compared first.
+``--cpu-time`` counts the processor time of one thread in place of the clock: for a machine that
+others use.
 """
 # ruff: noqa: T201
 
@@ -43,24 +47,33 @@ def timed(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], by: t
     return (middle - start, clock() - middle), found
 
 
-def line(name: str, ours: Callable, theirs: Callable, leaves: list, other: list, by) -> None:
+def line(
+    name: str,
+    ours: Callable,
+    theirs: Callable,
+    leaves: list,
+    other: list,
+    by: torch.Tensor,
+    peer: str = "transformers",
+    turns: int = TURNS,
+) -> None:
     """Compare, take turns, print."""
     (_, a), (_, b) = timed(ours, leaves, by), timed(theirs, other, by)
     worst = max(relative_error(x, y) for x, y in zip(a, b, strict=True))
     times: list[list[Times]] = [[], []]
-    for _ in range(TURNS):
+    for _ in range(turns):
         times[0].append(timed(ours, leaves, by)[0])
         times[1].append(timed(theirs, other, by)[0])
     middle = [[1e3 * median(t[i] for t in side) for i in range(2)] for side in times]
     total = [[1e3 * sum(t) for t in side] for side in times]
     both = [median(side) for side in total]
     print(
-        f"{name}: sluice {middle[0][0]:.1f} + {middle[0][1]:.1f} = {both[0]:.1f} ms, transformers "
+        f"{name}: sluice {middle[0][0]:.1f} + {middle[0][1]:.1f} = {both[0]:.1f} ms, {peer} "
         f"{middle[1][0]:.1f} + {middle[1][1]:.1f} = {both[1]:.1f} ms: {both[1] / both[0]:.2f} x "
         f"(gradients differ by {worst:.1e})"
     )
-    turns = [" ".join(f"{t:.1f}" for t in side) for side in total]
-    print(f"    every turn: sluice {turns[0]}; transformers {turns[1]}", flush=True)
+    every = [" ".join(f"{t:.1f}" for t in side) for side in total]
+    print(f"    every turn: sluice {every[0]}; {peer} {every[1]}", flush=True)
 
 
 def rule(T: int, dtype: torch.dtype) -> None:
@@ -80,6 +93,30 @@ def rule(T: int, dtype: torch.dtype) -> None:
 
     by = torch.randn(1, T, HV, WIDTH).to(dtype)
     line(f"delta rule, {T} tokens", ours, theirs, x, x, by)
+
+
+def rule_per_key(T: int, dtype: torch.dtype) -> None:
+    """The delta rule with decay per key; keys and queries come normalised."""
+    torch.manual_seed(0)
+    H = 8
+    q, k, v = torch.randn(3, 1, T, H, WIDTH)
+    q, k = (torch.nn.functional.normalize(y, dim=-1) for y in (q, k))
+    x = [q, k, v, -0.1 * torch.rand(1, T, H, WIDTH), torch.rand(1, T, H)]
+    x = [y.to(dtype).requires_grad_() for y in x]
+    by = torch.randn(1, T, H, WIDTH).to(dtype)
+
+    def ours(backend: str | None = None) -> torch.Tensor:
+        return sluice.prefill(*x, backend=backend)[0]
+
+    peers = {"chunked": lambda: ours("chunked")}
+    try:
+        from fla.ops.kda.naive import naive_chunk_kda
+
+        peers["FLA's naive_chunk_kda"] = lambda: naive_chunk_kda(*x)[0]
+    except ImportError:
+        print("FLA is not installed")
+    for peer, theirs in peers.items():
+        line(f"delta rule, decay per key, {T} tokens", ours, theirs, x, x, by, peer, 5)
 
 
 def layer(T: int, hidden: int, dtype: torch.dtype) -> None:
@@ -114,6 +151,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--per-key", action="store_true")
     args = parser.parse_args()
     if args.cpu_time:
         torch.set_num_threads(1)
@@ -123,6 +161,9 @@ def main() -> None:
         f"transformers {transformers.__version__}, {args.dtype}, {clock.__name__}"
     )
     dtype = getattr(torch, args.dtype)
+    if args.per_key:
+        rule_per_key(args.tokens, dtype)
+        return
     rule(args.tokens, dtype)
     layer(args.tokens, 16, dtype)
     layer(args.tokens, 2048, dtype)

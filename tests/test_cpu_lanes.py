@@ -44,6 +44,7 @@ assert llvm.LANES == {lanes}, llvm.LANES
 base = Call("base")
 for call in (base, base.of(HQ=8, K=40, V=24, T=70), base.of(HK=1, HQ=1, delta=False)):
     check(call, torch.float32, "cpu")
+    check(call.of(decay="key", raw=call.HK == 1), torch.float32, "cpu")
 print("checked")
 """
 

@@ -61,8 +61,6 @@ def refuse(spec: Spec) -> str | None:
     """Arithmetic is float32, and so are inputs and states at most."""
     if torch.float64 in spec.dtypes:
         return "computes in float32, not in float64"
-    if spec.op == "prefill_backward" and getattr(spec, "decay", None) == "key":
-        return "has no backward kernel for decay per key"
     return _unusable()
 
 
@@ -93,6 +91,8 @@ def kernel_of(spec: Spec) -> str:
     name = KERNEL_OF.get(spec.op, spec.op)
     if getattr(spec, "states", 0) > 0:
         return "decode_states"
+    if name == "prefill_backward" and getattr(spec, "decay", "") == "key":
+        return "prefill_key_backward"
     return FOR_ONE_TOKEN[name] if name in FOR_ONE_TOKEN and has_one_token(spec) else name
 
 

@@ -54,8 +54,10 @@ WORK = (
     " states error bend fade down up strength"  # of one value head, over the whole sequence
     " lower ones rate rhs d rest dV by pairs inter kept minus"
     " do_dv qk_in k_out made dS"
+    " alpha bias pace dA ddt wrote whole by_g columns faded now"  # with decay per key
 )
 work = struct_view("backward_work", "Kp Vp Tp G ld next at step size left", "", WORK)
+WORK_BYTES = 8 * (10 + len(WORK.split()))
 
 
 @jit
@@ -65,10 +67,7 @@ def make_constants(w):
         for j in range(C):
             put(w.lower, i * C + j, 1.0 if j < i else 0.0)
     fill(w.ones, C, 1.0)
-    # not all above a diagonal is ever written
-    fill(w.by, (w.G + 1) * C * C, 0.0)
-    fill(w.kk, w.Tp * C, 0.0)
-    fill(w.qk, w.G * w.Tp * C, 0.0)
+    fill(w.by, (w.G + 1) * C * C, 0.0)  # not all above the diagonal is ever written
     w.left = 0
 
 
@@ -84,7 +83,7 @@ def load_values(dst, address, code, index, stride, m, n, ld):
 
 
 @jit
-def _ask(w, address, code, index, stride, n):
+def ask(w, address, code, index, stride, n):
     """Let the next products ask for the rows of n elements of a chunk."""
     size = 4 if code == F32 else 2
     w.at, w.step, w.size, w.left = address + index * size, stride * size, n * size, C
@@ -109,13 +108,20 @@ def share_queries(w, q, stride_q, count):
 
 
 @jit
+def load_strengths(p, w, at, rows, m):
+    """beta of a chunk's tokens, and zeros for those that pad it."""
+    beta = pointer(p.beta, F32)
+    for t in range(C):
+        put(w.strength + rows, t, get(beta, at + t * p.HV) if p.delta != 0 and t < m else 0.0)
+
+
+@jit
 def _gates(p, w, at, rows, m):
-    """A chunk's ``fade`` from j to i, ``down`` from its start, ``up`` to its end; ``strength``."""
-    g, beta = pointer(p.g, F32), pointer(p.beta, F32)
-    fade, down, up, strength = w.fade + rows * C, w.down + rows, w.up + rows, w.strength + rows
+    """A chunk's ``fade`` from j to i, ``down`` from its start, ``up`` to its end."""
+    g = pointer(p.g, F32)
+    fade, down, up = w.fade + rows * C, w.down + rows, w.up + rows
     for t in range(C):
         put(w.rate, t, get(g, at + t * p.HV) if p.gated != 0 and t < m else 0.0)
-        put(strength, t, get(beta, at + t * p.HV) if p.delta != 0 and t < m else 0.0)
     for t in range(0, C, LANES):
         store(w.rate, t, vmax(load(w.rate, t), LOWEST))
     whole = 0.0
@@ -160,16 +166,21 @@ def _scale_columns(dst, src, factors, rows):
 
 
 @jit
-def _bend(w, rows):
-    """Bg = (I + KKg beta)⁻¹ KKg of (G10), times −beta of its rows; w.rhs: times −beta of its
-    columns, and turned."""
-    kkg, bend, strength, L = w.rhs, w.bend + rows * C, w.strength + rows, w.by
+def _products(w, rows):
+    """KKg, to w.rhs."""
     kk, fade = w.kk + rows * C, w.fade + rows * C
-    for i in range(C):
+    for i in range(0, C * C, LANES):
+        store(w.rhs, i, load(kk, i) * load(fade, i) * load(w.lower, i))
+
+
+@jit
+def _bend(w, rows):
+    """Bg = (I + KKg beta)⁻¹ KKg of (G10) for the KKg in w.rhs, times −beta of its rows; w.rhs:
+    times −beta of its columns, and turned."""
+    kkg, bend, strength, L = w.rhs, w.bend + rows * C, w.strength + rows, w.by
+    for i in range(0, C * C, C):
         for j in range(0, C, LANES):
-            one = load(kk, i * C + j) * load(fade, i * C + j) * load(w.lower, i * C + j)
-            store(kkg, i * C + j, one)
-            store(L, i * C + j, one * load(strength, j))
+            store(L, i + j, load(kkg, i + j) * load(strength, j))
     fill(bend, C * C, 0.0)
     for first in range(0, C, STEP):
         for j in range(0, first + STEP, LANES):
@@ -186,15 +197,24 @@ def _bend(w, rows):
 
 
 @jit
+def make_errors(w, rows):
+    """E from the R in w.rest and the KKg in w.rhs, and D to w.d; both turned."""
+    _bend(w, rows)
+    gemm_by_triangle(w.error + rows * w.Vp, w.rest, w.rest, C, 1, w.rhs, True, w.Vp, C, 1.0)
+    _scale_columns(w.d, w.error + rows * w.Vp, w.strength + rows, w.Vp)
+
+
+@jit
 def chunk_forward(p, w, k, chunk, v_at, g_at, m, first, last):
     """(G2), (G3): E, and the state after the chunk; ``first``: the one before is zeros."""
     Kp, Vp, rows = w.Kp, w.Vp, chunk * C
     S = w.states + chunk * Vp * w.ld
     error = w.error + rows * Vp
     _gates(p, w, g_at, rows, m)
+    load_strengths(p, w, g_at, rows, m)
     load_values(w.dV, p.v, p.io, v_at, p.v_t, m, p.V, Vp)
     d = error
-    _ask(w, p.v, p.io, v_at + C * p.v_t, p.v_t, p.V)
+    ask(w, p.v, p.io, v_at + C * p.v_t, p.v_t, p.V)
     if p.delta != 0:
         rest, d = w.rest, w.d
         transpose(rest, C, w.dV, Vp, C, Vp)
@@ -204,9 +224,8 @@ def chunk_forward(p, w, k, chunk, v_at, g_at, m, first, last):
             for i in range(0, Vp * C, C):
                 now = fma(load_rows(d, i, LANES, ROW), factor, load_rows(rest, i, LANES, ROW))
                 store_rows(rest, i, LANES, now)
-        _bend(w, rows)
-        gemm_by_triangle(error, rest, rest, C, 1, w.rhs, True, Vp, C, 1.0)
-        _scale_columns(d, error, w.strength + rows, Vp)
+        _products(w, rows)
+        make_errors(w, rows)
     else:
         transpose(error, C, w.dV, Vp, C, Vp)
     if not last:
@@ -298,6 +317,42 @@ def _inner_product(a, b, rows, n, ld):
 
 
 @jit
+def load_outputs(p, w, at, stride, m):
+    """dO of a chunk, for each reader of the state."""
+    for r in range(w.G):
+        load_values(w.do_dv + r * C * w.Vp, p.do, p.io, at + r * p.V, stride, m, p.V, w.Vp)
+
+
+@jit
+def through_values(p, w, rows, token, head, m):
+    """From the dD in w.dV: dV and dbeta to the caller, dV behind dO, dO Dᵀ and dV Dᵀ to w.by.
+
+    Returns D, turned.
+    """
+    Vp, G, readers = w.Vp, w.G, w.G + 1 if p.delta != 0 else w.G
+    d, dV = w.error + rows * Vp, w.dV
+    if p.delta != 0:
+        gemm_by_triangle(w.rest, dV, dV, C, 1, w.bend + rows * C, False, Vp, C, 1.0)
+        error, d, dV, dbeta = d, w.d, w.rest, pointer(p.dbeta, F32)
+        acc, factor = zeros(ROW), load_rows(w.strength, rows, LANES, ROW)
+        for i in range(0, Vp * C, C):
+            one, by = load_rows(error, i, LANES, ROW), load_rows(dV, i, LANES, ROW)
+            acc = fma(by, one, acc)
+            store_rows(d, i, LANES, one * factor)
+            store_rows(dV, i, LANES, by * factor)
+        store_rows(w.kept, 0, LANES, acc)
+        for t in range(m):
+            put(dbeta, (token + t) * p.HV + head, get(w.kept, t))
+    made = w.do_dv + G * C * Vp
+    transpose(made, Vp, dV, C, Vp, C)
+    for t in range(m):
+        store_row(p.dv, p.io, ((token + t) * p.HV + head) * p.V, made + t * Vp, p.V)
+    for r in range(readers):
+        gemm_to_triangle(w.by + r * C * C, w.do_dv + r * C * Vp, Vp, 1, d, C, Vp)
+    return d
+
+
+@jit
 def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, last, fresh):
     """(G4) to (G9); dS becomes the gradient of the state before the chunk.
 
@@ -308,12 +363,12 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
     HO = max(p.HQ, p.HV)
     do_at, do_t = (token * HO + head * G) * p.V, HO * p.V
     g_at, readers = token * p.HV + head, G + 1 if p.delta != 0 else G
-    S, error, dS = w.states + chunk * Vp * w.ld, w.error + rows * Vp, w.dS
-    down, up, strength = w.down + rows, w.up + rows, w.strength + rows
+    S, dS = w.states + chunk * Vp * w.ld, w.dS
+    down, up = w.down + rows, w.up + rows
+    load_outputs(p, w, do_at, do_t, m)
     for r in range(G):
-        load_values(w.do_dv + r * C * Vp, p.do, p.io, do_at + r * p.V, do_t, m, p.V, Vp)
         _scale_rows(w.qk_in + r * C * Kp, q + r * stride_q, down, Kp)
-    d, dV, before = error, w.dV, 0.0
+    dV, before = w.dV, 0.0
     dv_at, dv_t = (token * p.HV + head) * p.V, p.HV * p.V
     # dD
     if not last:
@@ -324,34 +379,14 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
         _multiply(w.rhs, w.qk + (rows * G + r * C) * C, w.fade + rows * C, C * C)
         gemm_by_triangle(dV, dV, w.do_dv + r * C * Vp, 1, Vp, w.rhs, False, Vp, C, before)
         before = 1.0
-    # dV and dbeta
-    if p.delta != 0:
-        d = w.d
-        gemm_by_triangle(w.rest, dV, dV, C, 1, w.bend + rows * C, False, Vp, C, 1.0)
-        dV, dbeta = w.rest, pointer(p.dbeta, F32)
-        acc, factor = zeros(ROW), load_rows(strength, 0, LANES, ROW)
-        for i in range(0, Vp * C, C):
-            one, by = load_rows(error, i, LANES, ROW), load_rows(dV, i, LANES, ROW)
-            acc = fma(by, one, acc)
-            store_rows(d, i, LANES, one * factor)
-            store_rows(dV, i, LANES, by * factor)
-        store_rows(w.kept, 0, LANES, acc)
-        for t in range(m):
-            put(dbeta, g_at + t * p.HV, get(w.kept, t))
-    made = w.do_dv + G * C * Vp
-    transpose(made, Vp, dV, C, Vp, C)
-    for t in range(m):
-        store_row(p.dv, p.io, dv_at + t * dv_t, made + t * Vp, p.V)
-    # pairs of tokens
-    for r in range(readers):
-        gemm_to_triangle(w.by + r * C * C, w.do_dv + r * C * Vp, Vp, 1, d, C, Vp)
+    d = through_values(p, w, rows, token, head, m)
     _by_pairs(p, w, rows, fresh)
     # through the states: readers before the chunk, writers after it
     scale_row(w.minus, down, C, -1.0)
     fill(w.inter, C, 0.0)
     fill(w.kept, C, 0.0)
     if not first:
-        _ask(w, p.do, p.io, do_at - C * do_t, do_t, G * p.V)
+        ask(w, p.do, p.io, do_at - C * do_t, do_t, G * p.V)
         gemm(w.made, w.made, Kp, w.do_dv, Vp, 1, S, w.ld, readers * C, Kp, Vp, 0.0, w)
         for r in range(G):
             rows_q = q + r * stride_q
@@ -370,5 +405,5 @@ def chunk_backward(p, w, q, dq, stride_q, k, dk, chunk, token, head, m, first, l
     if not first:
         if p.delta != 0:
             _scale_rows(w.qk_in + G * C * Kp, k, w.minus, Kp)
-        _ask(w, p.dv, p.io, dv_at - C * dv_t, dv_t, p.V)
+        ask(w, p.dv, p.io, dv_at - C * dv_t, dv_t, p.V)
         gemm(dS, dS, w.ld, w.do_dv, 1, Vp, w.qk_in, Kp, Vp, Kp, readers * C, whole, w)
