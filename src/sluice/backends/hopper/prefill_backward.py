@@ -93,10 +93,11 @@ def walks(
                 "dstate_ptr": None,
                 "BACK": False,
                 "EFFECT": effect,
+                "HARD": False,
             },
         )
 
-    def walk(effect: bool) -> KernelCall:
+    def walk(effect: bool, hard: bool) -> KernelCall:
         return _call(
             segments * p.HV * (p.V // BLOCK_V),
             **common
@@ -116,13 +117,16 @@ def walks(
                 "dstate_ptr": None if effect else memory["dstate"],
                 "BACK": True,
                 "EFFECT": effect,
+                "HARD": hard,
             },
         )
 
+    walks = [walk(False, hard) for hard in portable.launches_by_hardness(w)]
     if not split:
-        return [states(False), walk(False)]
+        return [states(False), *walks]
+    effects = [walk(True, hard) for hard in portable.launches_by_hardness(w)]
     join = portable.join_call(p, memory, w, plan)
-    return [states(True), walk(True), join, states(False), walk(False)]
+    return [states(True), *effects, join, states(False), *walks]
 
 
 def _call(programs: int, **arguments: Any) -> KernelCall:

@@ -362,7 +362,7 @@ def _walks(
             EFFECT=effect,
         )
 
-    def walk(effect: bool) -> KernelCall:
+    def walk(effect: bool, hard: bool) -> KernelCall:
         return kernel_call(
             WALK,
             segments * p.HV * columns,
@@ -384,12 +384,20 @@ def _walks(
             HQ=p.HQ,
             STAGES=plan.walk.num_stages,
             EFFECT=effect,
+            HARD=hard,
         )
 
+    walks = [walk(False, hard) for hard in launches_by_hardness(w)]
     if not split:
-        return [states(False), walk(False)]
-    join = join_call(p, memory, w, plan)
-    return [states(True), walk(True), join, states(False), walk(False)]
+        return [states(False), *walks]
+    effects = [walk(True, hard) for hard in launches_by_hardness(w)]
+    return [states(True), *effects, join_call(p, memory, w, plan), states(False), *walks]
+
+
+def launches_by_hardness(w: Parts) -> tuple[bool, ...]:
+    """HARD of each launch of a walk back: once for programs without a hard chunk, once for those
+    with one; where no chunk is hard, once."""
+    return (False,) if w.hard is None else (False, True)
 
 
 def join_call(p: DeltaBackwardSpec, memory: Binding, w: Parts, plan: Plan) -> KernelCall:

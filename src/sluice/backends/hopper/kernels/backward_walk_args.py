@@ -18,6 +18,7 @@ class WalkSizes:
     STATE_KV: gl.constexpr  # initial states and their gradients are [K, V], not [V, K]
     BACK: gl.constexpr  # from the last chunk to the first
     EFFECT: gl.constexpr  # only X after a segment
+    LOWS: gl.constexpr  # a chunk may be hard
 
 
 @aggregate

@@ -5,7 +5,8 @@ one that nothing waits for (Pᵀ dO, Qᵀ dO) is issued after the one that the c
 
 Chunks are alike but for two kinds. The last chunk of a sequence may be short: what follows in its
 tiles is another sequence's, and becomes zeros. Hard chunks (triton/kernels/backward_chunks.py) have
-low terms: of P, which is one more product, and of E or Y, which are stored.
+low terms: of P, of X where it meets keys and of all that X takes, which are more products; and of E
+or Y, which are stored.
 """
 
 # ruff: noqa: SIM102 (what a pointer decides is an if of its own)
@@ -83,7 +84,7 @@ def run_walk(args, sizes):
         read = per_token(factors.read, stage)
         if BACK:
             u, r = warpgroup_mma_wait(0, deps=[u, r])
-            if args.hard_ptr is not None:
+            if sizes.LOWS:
                 if this_hard:
                     u, r = add_low_terms(u, r, X, v_left, args, k_smem, args.row + t, count)
             r = r + u * read
@@ -134,11 +135,14 @@ def run_walk(args, sizes):
                 if BACK:
                     store_output(args.dv_ptr, d.to(dtype), args.row + t, count, args.stride_v_t)
                 tma.store_wait(0)  # the next waits count stores that were not made here
-            if args.hard_ptr is not None:
+            if sizes.LOWS:
                 if this_hard:
                     low = (y - y.to(dtype).to(gl.float32)).to(dtype)
                     store_output(args.y_low_ptr, low, args.row + t, count, args.stride_v_t)
         X = warpgroup_mma_wait(0, deps=[X])
+        if sizes.LOWS:
+            if this_hard:
+                X = add_low_updates(X, d, args, sizes, stage)
         barrier()
         mbarrier.arrive(args.barriers.stage_free.index(stage), count=1)
         stage, phase = advance(stage, phase, sizes.STAGES)
@@ -181,7 +185,7 @@ def load_x(args, sizes):
 def is_hard(args, i, chunks, sizes):
     """Whether the i-th chunk of the walk is hard; 0 after the last."""
     hard = i * 0
-    if args.hard_ptr is not None:
+    if sizes.LOWS:
         at = gl.maximum(token_of(i, chunks, sizes) // C, 0)
         hard = gl.load(args.hard_ptr + at, mask=i < chunks, other=0)
     return hard
@@ -200,6 +204,23 @@ def zero_tiles(tiles, sizes, stage, count):
         zero_after(tiles.p.index(stage), count)
     fence_async_shared()
     barrier()
+
+
+@gluon.jit
+def add_low_updates(X, d, args, sizes, stage):
+    """What X takes from a hard chunk, in two terms: the low ones."""
+    left_k: gl.constexpr = left_operand(sizes.K)
+    tiles = args.tiles
+    dtype: gl.constexpr = tiles.k.dtype
+    d = d * per_token(args.factors.write, stage)
+    rest = gl.convert_layout(d - d.to(dtype).to(gl.float32), left_k).to(dtype)
+    X = warpgroup_mma(rest, tiles.k.index(stage), X)
+    if sizes.BACK:
+        v = tiles.v.index(stage).permute((1, 0)).load(accumulator(C)).to(gl.float32)
+        v = v * per_token(args.factors.decay_q, stage)
+        rest = gl.convert_layout(v - v.to(dtype).to(gl.float32), left_k).to(dtype)
+        X = warpgroup_mma(rest, tiles.q.index(stage), X)
+    return X
 
 
 @gluon.jit

@@ -14,6 +14,9 @@ A program owns 64 value columns of one value head over one segment of a sequence
 tiles by TMA and factors, STAGES chunks ahead (backward_walk_loader.py); four warps hold X
 (backward_walk_chunks.py).
 
+The walk back has a launch of its own for programs with a hard chunk (backward_walk_chunks.py), so
+that their low terms take no registers from the others.
+
 With EFFECT nothing is stored but X after a segment that began with zeros; forward also from the
 identity and without values, which is the segment's transition (G11).
 """
@@ -81,6 +84,7 @@ def hopper_walk_kernel(
     STATE_KV: gl.constexpr,
     BACK: gl.constexpr,
     EFFECT: gl.constexpr,
+    HARD: gl.constexpr,  # with BACK and hard_ptr: the programs that have a hard chunk, or the rest
 ):
     BLOCKS_V: gl.constexpr = V // GROUP_V
     BLOCKS: gl.constexpr = BLOCKS_V + K // GROUP_V if EFFECT and not BACK else BLOCKS_V
@@ -104,6 +108,10 @@ def hopper_walk_kernel(
         values = (block < BLOCKS_V).to(gl.int32)  # the later blocks make the transition
         live = live & is_split & ((stop < end) | (values == 0))
         block = block % BLOCKS_V
+    if hard_ptr is not None:
+        hard_ptr += head_v.to(gl.int64) * (tokens // C + N) + row // C + seq
+        if BACK:
+            live = live & (any_hard(hard_ptr, gl.where(live, stop - row, 0)) == HARD)
     count = gl.where(live, stop - row, 0)
     first_v = block * GROUP_V
 
@@ -124,7 +132,6 @@ def hopper_walk_kernel(
     else:
         write = live & (segment == 0)
     if hard_ptr is not None:
-        hard_ptr += head * (tokens // C + N) + row // C + seq
         y_low_ptr += head_v * V + first_v
         if BACK:
             p_low_ptr += head_v * C
@@ -134,7 +141,8 @@ def hopper_walk_kernel(
     if g2_ptr is not None:
         g2_ptr += head * tokens
 
-    sizes = WalkSizes(K, V, STAGES, STATE_KV, BACK, EFFECT)
+    LOWS: gl.constexpr = HARD if BACK else hard_ptr is not None
+    sizes = WalkSizes(K, V, STAGES, STATE_KV, BACK, EFFECT, LOWS)
     tiles = allocate_tiles(k_desc, v_desc, b_desc, x_desc, sizes)
     factors = allocate_factors(STAGES)
     barriers = allocate_barriers(STAGES)
@@ -164,6 +172,19 @@ def hopper_walk_kernel(
 
 
 @gluon.jit
+def any_hard(hard_ptr, tokens):
+    """Whether one of the chunks of these tokens is hard."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    chunks = gl.cdiv(tokens, C)
+    found = tokens * 0
+    for first in range(0, chunks, 128):
+        number = first + gl.arange(0, 128, layout)
+        hard = gl.load(hard_ptr + number, mask=number < chunks, other=0)
+        found = gl.maximum(found, gl.max(hard, axis=0))
+    return found != 0
+
+
+@gluon.jit
 def allocate_tiles(k_desc, v_desc, b_desc, x_desc, sizes):
     """The tiles. TMA and the tensor cores share the descriptors' layouts."""
     dtype: gl.constexpr = k_desc.dtype
@@ -180,7 +201,8 @@ def allocate_tiles(k_desc, v_desc, b_desc, x_desc, sizes):
         square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
         q = gl.allocate_shared_memory(dtype, [sizes.STAGES, C, sizes.K], k_desc.layout)
         p = gl.allocate_shared_memory(dtype, [sizes.STAGES, C, C], square)
-        p_low = gl.allocate_shared_memory(dtype, [C, C], square)
+        if sizes.LOWS:
+            p_low = gl.allocate_shared_memory(dtype, [C, C], square)
     if not sizes.EFFECT:
         x = gl.allocate_shared_memory(dtype, [GROUP_V, sizes.K], x_desc.layout)
         y = gl.allocate_shared_memory(dtype, [C, GROUP_V], v_desc.layout)

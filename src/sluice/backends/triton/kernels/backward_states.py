@@ -10,13 +10,15 @@ it lies in registers, and right operands are tiles as they were loaded. No left 
 transpose of something computed: Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper.
 
 The state before each chunk is stored in the dtype of the inputs. In hard chunks
-(backward_chunks.py) low terms of E are stored as well.
+(backward_chunks.py) low terms of E are stored as well, and the state takes what is written as two
+terms.
 
 A sequence longer than ``segment_size`` is split over the SMs, in both directions with one matrix
 (G11). First, with EFFECT, each segment is walked from zero, which gives S_zero, and from the
 identity without values, which gives its transition; the walk back gives dS_zero likewise. A join
 then makes the states at all segments' borders, and the walks proper start from those.
 """
+# ruff: noqa: SIM102 (what a pointer decides is an if of its own)
 
 from __future__ import annotations
 
@@ -192,7 +194,12 @@ def backward_states_kernel(
                     store_columns(e_low_ptr + in_e, low, offs_c, offs_v, HV * V, some, V)
             d = e * beta[None, :]
         S = S * decay_of(g2_ptr, t + left - 1)
-        S = tl.dot((d * decay_out[None, :]).to(k.dtype), k, acc=S, input_precision=PRECISION)
+        d = d * decay_out[None, :]
+        d_low = d.to(k.dtype)
+        if hard_ptr is not None:
+            if tl.load(hard_ptr + t // C) != 0:
+                S = tl.dot((d - d_low.to(tl.float32)).to(k.dtype), k, acc=S)
+        S = tl.dot(d_low, k, acc=S, input_precision=PRECISION)
     if EFFECT:
         columns = tl.where(is_transition, K, V)
         at = segments_ptr + tl.where(is_transition, V * K, 0)

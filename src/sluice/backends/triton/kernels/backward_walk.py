@@ -10,9 +10,11 @@ One program owns BLOCK_V value columns of one value head over one segment of a s
 The gradient of the state after each chunk is stored in the dtype of the inputs, and so is Y, for
 nothing can be divided by beta. With EFFECT nothing is stored but dS_zero of the segment.
 
-In hard chunks (backward_chunks.py) dS is a sum of two terms where it meets the keys. What queries
-ask of a state adds up in dS, chunk by chunk, while along keys that repeat nearly all of it cancels:
-rounded once, dV would have an error that grows with the length of the sequence.
+In hard chunks (backward_chunks.py) dS is a sum of two terms where it meets the keys, and so is all
+that it takes. What queries ask of a state adds up in dS, chunk by chunk, while along keys that
+repeat nearly all of it cancels: rounded once, dV would have an error that grows with the length of
+the sequence. Programs with a hard chunk have a launch of their own, so that these terms take no
+registers from the others.
 """
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
 
@@ -25,6 +27,7 @@ from sluice.backends.triton.kernels.alignment import INDICES
 from sluice.backends.triton.kernels.backward_states import resolved, scale_of, state_at
 from sluice.backends.triton.kernels.math import begin
 from sluice.backends.triton.kernels.prefill_chunk_loop import (
+    any_hard,
     counted,
     decay_of,
     load_factors,
@@ -82,6 +85,7 @@ def backward_walk_kernel(
     PRECISION: tl.constexpr,
     STATE_KV: tl.constexpr,
     EFFECT: tl.constexpr,
+    HARD: tl.constexpr,  # with hard_ptr: the programs that have a hard chunk, else the others
 ):
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -100,6 +104,12 @@ def backward_walk_kernel(
     if EFFECT:  # nothing comes before the first segment
         if segment == 0:
             return
+    token = batch * T + first  # in the workspace
+    if hard_ptr is not None:
+        hard_ptr += head_v.to(tl.int64) * (tokens // C + N)
+        if any_hard(hard_ptr, token // C + seq, (stop - first + C - 1) // C) != HARD:
+            return
+        hard_ptr += token // C + seq
     offs_c = tl.arange(0, C)
     offs_f = counted()
     offs_k = tl.arange(0, BLOCK_K)
@@ -117,7 +127,6 @@ def backward_walk_kernel(
         if segments_ptr is not None:
             dS += tl.load(segments_ptr, mask=tile & split, other=0.0)
     one = tl.where(offs_c[:, None] == offs_c[None, :], 1.0, 0.0).to(k_ptr.dtype.element_ty)
-    token = batch * T + first  # in the workspace
     q_ptr += batch * stride_q_b + first * stride_q_t
     k_ptr += batch * stride_k_b + (head_v // (HV // HK)) * stride_k_h + first * stride_k_t
     dv_ptr += (token * HV + head_v) * V
@@ -132,7 +141,6 @@ def backward_walk_kernel(
         y_ptr += (token * HV + head_v) * V
         if hard_ptr is not None:
             y_low_ptr += (token * HV + head_v) * V
-            hard_ptr += head_v.to(tl.int64) * (tokens // C + N) + token // C + seq
         if b_down_ptr is not None:
             b_down_ptr += of_head
     dS_ptr += ((token // C + seq) * HV + head_v) * (K * V) + offs_v[:, None] * K + offs_k[None, :]
@@ -149,8 +157,7 @@ def backward_walk_kernel(
             tl.store(dS_ptr + (wide_t // C) * (HV * K * V), dS_low, mask=tile)
         decay_out = load_factors(decay_out_ptr, t, offs_f, left)
         dv = tl.dot(dS_low, tl.trans(k), input_precision=PRECISION) * decay_out[None, :]
-        hard = False
-        if hard_ptr is not None:
+        if HARD:
             hard = tl.load(hard_ptr + t // C) != 0
             if hard:
                 dS_rest = (dS - dS_low.to(tl.float32)).to(k.dtype)
@@ -164,7 +171,7 @@ def backward_walk_kernel(
                 p_at = p_ptr + ((token + wide_t) * HO + head_o) * C
                 p = load_rows(p_at, offs_c, offs_c, HO * C, rows, C, C)
                 dv = tl.dot(tl.trans(do), p, acc=dv, input_precision=PRECISION)
-                if hard_ptr is not None:
+                if HARD:
                     if hard:
                         p_at = p_low_ptr + ((token + wide_t) * HO + head_o) * C
                         p_low = load_rows(p_at, offs_c, offs_c, HO * C, rows, C, C)
@@ -178,7 +185,7 @@ def backward_walk_kernel(
             if not EFFECT:
                 in_v = wide_t * (HV * V)
                 store_columns(y_ptr + in_v, dv, offs_c, offs_v, HV * V, rows, V)
-                if hard_ptr is not None:
+                if HARD:
                     low = dv - dv.to(y_ptr.dtype.element_ty).to(tl.float32)
                     store_columns(y_low_ptr + in_v, low, offs_c, offs_v, HV * V, rows & hard, V)
             dv *= beta[None, :]
@@ -188,7 +195,11 @@ def backward_walk_kernel(
         dS = dS * decay_of(g2_ptr, t + left - 1)
         if b_ptr is not None:
             decay_in = load_factors(decay_in_ptr, t, offs_f, left)
-            dv_in = (dv * -decay_in[None, :]).to(k.dtype)
+            dv = dv * -decay_in[None, :]
+            dv_in = dv.to(k.dtype)
+            if HARD:
+                if hard:
+                    dS = tl.dot((dv - dv_in.to(tl.float32)).to(k.dtype), k, acc=dS)
             dS = tl.dot(dv_in, k, acc=dS, input_precision=PRECISION)
         if do_ptr is not None:
             for reader in tl.static_range(READERS):
@@ -198,7 +209,11 @@ def backward_walk_kernel(
                 of_reader = head_o.to(tl.int64) * tokens + token
                 decay_q = load_factors(decay_q_ptr + of_reader, t, offs_f, left)
                 turned = plus_values(tl.zeros([BLOCK_V, C], tl.float32), given[reader], one)
-                do_in = (turned * decay_q[None, :]).to(q.dtype)
+                turned = turned * decay_q[None, :]
+                do_in = turned.to(q.dtype)
+                if HARD:
+                    if hard:
+                        dS = tl.dot((turned - do_in.to(tl.float32)).to(q.dtype), q, acc=dS)
                 dS = tl.dot(do_in, q, acc=dS, input_precision=PRECISION)
     if EFFECT:
         tl.store(segments_ptr, dS, mask=tile)
