@@ -121,7 +121,7 @@ ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCA
 test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an environment of their own
 	for engine in vllm sglang; do \
 	  $(ENGINES) $(ONE_THREAD) $(VENV)-engines/bin/python -m pytest --durations=15 $(PYTEST_ARGS) \
-	    tests/engines/test_$$engine.py || exit 1; \
+	    tests/engines/test_$$engine*.py || exit 1; \
 	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
