@@ -7,7 +7,8 @@ says which, and vLLM's own layers run. ``tests/engines`` fail then.
 
 - ``QwenGatedDeltaNetAttention``: its registry of replaced layers goes by this name. sluice's layer
   is a subclass, because vLLM calls ``__init__`` only of those.
-- ``forward_cuda``, ``forward_cpu``: the methods vLLM chooses by platform. Overridden.
+- ``forward_cuda``, ``forward_cpu``: the methods vLLM chooses by platform, which take hidden states
+  and return the output. Overridden. Until 0.25 the output's tensor was a second argument.
 - The custom op ``qwen_gdn_attention_core_fused_norm_packed`` and the method it calls. vLLM cuts its
   graphs at this op by name, so a new op would be captured with the rest. Releases before August
   2026 lack it. There ``qwen_gdn_attention_core`` and its method ``_forward_core`` take its place:
@@ -101,7 +102,7 @@ def missing() -> str | None:
     for name in (*names, "get_state_shape", "get_state_dtype"):
         if not hasattr(kind, name):
             return f"{LAYER} of this vLLM has no {name}"
-    if len(inspect.signature(kind.forward).parameters) != 2:  # before 0.26 with the output's tensor
+    if len(inspect.signature(kind.forward).parameters) != 2:
         return f"{LAYER}.forward of this vLLM takes more than hidden_states"
     if not (_packed(kind) or hasattr(torch.ops.vllm, OLDER_OP)):
         return f"this vLLM has neither op {OP} nor {OLDER_OP}"
