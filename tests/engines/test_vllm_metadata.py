@@ -17,11 +17,10 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from sluice.integrations.vllm import private
+from sluice.integrations.vllm.switch import MAX_DRAFTS
 from sluice.testing.compare import assert_within
 from tests.engines.vllm_engine import NGRAM
 from tests.integrations.vllm_layer import PAGES, TOLERANCE, Engine, cat, part
-
-DRAFTS = NGRAM["num_speculative_tokens"]
 
 
 class Row(NamedTuple):
@@ -37,7 +36,7 @@ class Server:
     """Sequences of one layer, scheduled by hand; pages that were never written hold NaN."""
 
     def __init__(self, folder: str, drafts: int) -> None:
-        more = {"speculative_config": NGRAM} if drafts else {}
+        more = {"speculative_config": {**NGRAM, "num_speculative_tokens": drafts}} if drafts else {}
         config = EngineArgs(
             model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=256, **more
         ).create_engine_config()
@@ -139,7 +138,7 @@ def test_prompts_decode_and_a_graph_with_room(truth):
 
 
 def test_drafts_beside_prompts_and_a_graph_with_room(truth):
-    server = Server(truth.folder, drafts=DRAFTS)
+    server = Server(truth.folder, drafts=MAX_DRAFTS)
     for name, length in (("a", 60), ("one token", 40), ("chunks", 60)):
         server.add(name, length)
     server.step([Row("a", 11), Row("one token", 1)])
@@ -151,7 +150,7 @@ def test_drafts_beside_prompts_and_a_graph_with_room(truth):
     assert (found.num_prefills, found.num_spec_decodes) == (1, 2)
     server.step([Row("chunks", 20)])  # no drafts at all
     alive = ("one token", "a", "chunks")
-    for wrong, tokens in (((0, 3, 1), 4), ((3, 0, 2), 4), ((0, 1, 1), 2)):
+    for wrong, tokens in (((0, 3, 1), 4), ((3, 0, 2), MAX_DRAFTS + 1), ((0, 1, 1), 2)):
         rows = [Row(name, tokens, bad, tokens - 1) for name, bad in zip(alive, wrong, strict=True)]
         found = server.step(rows, padded_rows=2, padded_tokens=2 * tokens)
         buffer = server.builder.spec_state_indices_tensor
@@ -162,7 +161,7 @@ def test_drafts_beside_prompts_and_a_graph_with_room(truth):
     server.step([Row(name, 4, 1, 3) for name in reversed(alive)])
 
 
-@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("drafts", [0, MAX_DRAFTS])
 def test_the_batch_that_is_captured_touches_no_page(truth, drafts):
     """Its rows have tokens, and slot 0."""
     server, n, T = Server(truth.folder, drafts), 6, drafts + 1
