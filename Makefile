@@ -236,7 +236,7 @@ $(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
-	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (about 1 GB) ..."
+	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (3.3 GB on disk) ..."
 	@$(PYTHON) -m venv $(VENV)-engines
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77'
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
