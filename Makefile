@@ -121,7 +121,7 @@ ENGINES := VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCA
 test-engines: $(VENV)-engines/.stamp  ## the plug-ins inside real engines, in an environment of their own
 	for engine in vllm sglang; do \
 	  $(ENGINES) $(ONE_THREAD) $(VENV)-engines/bin/python -m pytest --durations=15 $(PYTEST_ARGS) \
-	    tests/engines/test_$$engine.py || exit 1; \
+	    tests/engines/test_$$engine*.py || exit 1; \
 	done
 
 # With the Python that has torch for the GPU, as bench-gpu.
@@ -236,7 +236,7 @@ $(VENV)/.release-stamp: $(VENV)/.torch-stamp pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)-engines/.stamp: tests/engines/requirements.txt pyproject.toml
-	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (about 1 GB) ..."
+	@echo "creating $(VENV)-engines: torch, vLLM for a CPU and what it needs (3.3 GB on disk) ..."
 	@$(PYTHON) -m venv $(VENV)-engines
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77'
 	@$(VENV)-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \

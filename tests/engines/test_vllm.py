@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 
+import pytest
 import torch
 from vllm import ModelRegistry
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.mamba import abstract
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from sluice.integrations import vllm as sluice_plugin
 from sluice.integrations.vllm import private
@@ -149,13 +152,17 @@ def test_drafts_of_the_models_own_layer(tmp_path):
         assert calls()["vLLM's own"] == 0
 
 
-def test_weights_in_split_order(tmp_path):
+def _qwen3_5(folder, seed):
     """Qwen3.5's text model. Its module in vLLM imports that of images."""
     without_torchvision()
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 
     ModelRegistry.register_model("Qwen3_5ForCausalLM", Qwen3_5ForCausalLM)
-    truth = known_answers(str(tmp_path), seed=0, family="Qwen3_5")
+    return known_answers(str(folder), seed, family="Qwen3_5")
+
+
+def test_weights_in_split_order(tmp_path):
+    truth = _qwen3_5(tmp_path, seed=0)
     for options in ({}, {"speculative_config": NGRAM, "max_num_batched_tokens": 200}):
         with engine(truth.folder, **options) as e:
             assert e.layers() == ["sluice.integrations.vllm.layer.SluiceGDN"] * 3
@@ -210,11 +217,55 @@ def test_bfloat16_is_closer_to_float32_than_vllms_own(tmp_path):
     assert sum(more) >= -3 * statistics.stdev(more) * len(more) ** 0.5
 
 
+def test_weights_that_were_loaded_again(tmp_path):
+    """In bfloat16, in which vLLM packs a weight for its own kernels and keeps a copy for others.
+
+    A model without experts: vLLM 0.32 does not load those again on a CPU.
+    """
+    one, two = (_qwen3_5(tmp_path / str(seed), seed) for seed in (0, 1))
+    with engine(two.folder, dtype="bfloat16") as e:
+        wanted = e.tokens(one.prompts, NEW_TOKENS)
+    with engine(one.folder, dtype="bfloat16") as e:
+        assert e.tokens(one.prompts, NEW_TOKENS) != wanted
+        e.llm.collective_rpc("reload_weights", kwargs={"weights_path": two.folder})
+        _same(e.tokens(one.prompts, NEW_TOKENS), wanted)
+
+
 def test_batch_invariant_mode_is_offered_with_vllms_own_metadata():
     backend = private.invariant_backend()
     assert backend.supports_batch_invariance()
     assert backend.get_builder_cls() is GDNAttentionMetadataBuilder
     assert backend is private.invariant_backend()
+
+
+@pytest.mark.parametrize(
+    ("release", "asked"),
+    [("one distance for all layers", 64), ("a layer that keeps none", None), ("before 0.33", 1)],
+)
+def test_states_inside_prompts_are_as_far_apart_as_vllm_wants(monkeypatch, release, asked):
+    spec = MambaSpec(block_size=64, shapes=((2,),), dtypes=(torch.float32,))
+    names = "get_mamba_prefill_checkpoint_alignment", "get_mamba_prefill_checkpoint_grid"
+    for name in names:
+        if release == "before 0.33":
+            monkeypatch.delattr(abstract, name, raising=False)
+        else:
+            monkeypatch.setattr(abstract, name, lambda config: asked, raising=False)
+    found = private.with_checkpoints(spec, None)
+    assert (found.num_prefill_checkpoint_blocks, found.prefill_checkpoint_alignment) == (
+        0 if asked is None else 1,
+        asked,
+    )
+    assert private.has_checkpoints(found) == (asked is not None)
+    # vLLM's own kernels might serve a batch, and leave the state unwritten
+    monkeypatch.setattr(private, "KNOWN", private.KNOWN - {"checkpoint"})
+    assert not private.has_checkpoints(private.with_checkpoints(spec, None))
+
+
+def test_a_release_that_hands_the_output_over_is_not_served(monkeypatch):
+    """vLLM 0.22 to 0.25."""
+    assert private.missing() is None
+    monkeypatch.setattr(private.base(), "forward", lambda self, hidden_states, output: None)
+    assert "forward" in private.missing()
 
 
 def test_registering_again_changes_nothing_and_another_plug_in_stays(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sluice import ops
@@ -77,3 +78,11 @@ def test_decode_goes_on_from_a_prompt_and_padding_writes_nothing():
     )
     want = serve.extend(ops, whole, *parts, prompt)
     assert_within(out[0, 0], want[-1].double(), 1e-5, name="the next token")
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_plan_has_the_mode_that_prompts_are_served_in(alike):
+    """Row 10: what is not in the plan is compiled while a request waits."""
+    plan = serve.plan(layer(), torch.float32, torch.int64, alike, False)
+    modes = [call.make()[1]["batch_invariant"] for call in plan if call.op == "prefill"]
+    assert set(modes) == {alike}

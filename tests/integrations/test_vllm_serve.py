@@ -10,68 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.integrations.vllm_layer import PAGES, TOLERANCE, Engine, cat, part
 
-from sluice import ops
 from sluice.integrations import engine_calls
-from sluice.integrations.vllm import batch, private, serve, warm
-from sluice.layers.qwen import QwenShape
-from sluice.testing.compare import assert_within, tolerance
-
-PAGES = 40
-TOLERANCE = 10 * tolerance(torch.float32, device="cpu")  # conv, recurrence and norm in a row
-
-
-def _shape(order: str) -> QwenShape:
-    return QwenShape("test", 16, 2, 4, 1, (0,), head_k_dim=16, head_v_dim=8, order=order)
-
-
-class Engine:
-    """A layer with vLLM's pages, ``drafts`` extra columns in the conv state, all full of NaN."""
-
-    def __init__(self, order: str = "split", drafts: int = 0, dim_first: bool = False) -> None:
-        self.random = torch.Generator().manual_seed(0)
-        s = self.shape = _shape(order)
-        self.drafts = drafts
-        L, D = s.conv_width - 1 + drafts, s.conv_channels
-        conv = (D, L) if dim_first else (L, D)
-        words = L * D + s.num_v_heads * s.head_v_dim * s.head_k_dim
-        page = torch.full((PAGES, words + 16), float("nan"))
-        pages = page[:, : L * D].view(PAGES, *conv)
-        state = page[:, L * D : words].view(PAGES, s.num_v_heads, s.head_v_dim, s.head_k_dim)
-        self.page = page
-        self.layer = serve.Layer(
-            s,
-            self.draw(D, s.conv_width) / 2,
-            self.draw(s.num_v_heads),
-            self.draw(s.num_v_heads),
-            1 + self.draw(s.head_v_dim) / 10,
-            pages if dim_first else pages.transpose(1, 2),
-            state,
-            False,
-        )
-
-    def draw(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.random)
-
-    def inputs(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        s = self.shape
-        return self.draw(n, s.conv_channels + s.value_dim), self.draw(n, 2 * s.num_v_heads)
-
-    def alone(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-        """One sequence from its first token."""
-        s, w = self.shape, self.layer
-        qkv, z, b, a = serve.split(s, qkvz, ba)
-        q, k, v, g, beta = ops.conv_qkv(qkv[None], w.conv_weight, a=a[None], b=b[None], **w.heads())
-        o, _ = ops.prefill(q, k, v, g, beta)
-        out = torch.empty_like(o[0])
-        serve.norm(ops, w, o[0], z, out)
-        return out
-
-    def run(self, metadata: SimpleNamespace, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-        s = self.shape
-        out = torch.zeros(qkvz.shape[0], s.num_v_heads, s.head_v_dim)
-        serve.run(ops, self.layer, batch.read(metadata), qkvz, ba, out)
-        return out
+from sluice.integrations.vllm import batch, private, warm
+from sluice.testing.compare import assert_within
 
 
 def _metadata(**given) -> SimpleNamespace:
@@ -127,14 +70,6 @@ def _drafts(slots, lengths, accepted, **more) -> SimpleNamespace:
     )
 
 
-def _cat(*parts) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-def _part(x, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return x[0][start:stop], x[1][start:stop]
-
-
 @pytest.mark.parametrize("order", ["split", "interleaved"])
 @pytest.mark.parametrize("dim_first", [False, True])
 def test_chunks_decode_and_padding_continue_a_prompt(order, dim_first):
@@ -142,17 +77,17 @@ def test_chunks_decode_and_padding_continue_a_prompt(order, dim_first):
     one, two = e.inputs(30), e.inputs(90)
     want = [e.alone(*x) for x in (one, two)]
     got = e.run(
-        _prompts([3, 5], [20, 70], [False, False]), *_cat(_part(one, 0, 20), _part(two, 0, 70))
+        _prompts([3, 5], [20, 70], [False, False]), *cat(part(one, 0, 20), part(two, 0, 70))
     )
     assert_within(got, torch.cat([want[0][:20], want[1][:70]]), TOLERANCE, name="first chunks")
     # a decode step beside the next chunk of a prompt
     got = e.run(
         _prompts([3, 5], [1, 15], [True, True], decodes=1),
-        *_cat(_part(one, 20, 21), _part(two, 70, 85)),
+        *cat(part(one, 20, 21), part(two, 70, 85)),
     )
     assert_within(got, torch.cat([want[0][20:21], want[1][70:85]]), TOLERANCE, name="mixed")
     # a captured graph's decode step: the last two rows are padding, whatever they hold
-    rows = _cat(_part(two, 85, 86), _part(one, 21, 22), e.inputs(2))
+    rows = cat(part(two, 85, 86), part(one, 21, 22), e.inputs(2))
     rows[0][2:] = float("nan")
     got = e.run(_decodes([5, 3, 0, 0]), *rows)
     assert_within(got[:2], torch.cat([want[1][85:86], want[0][21:22]]), TOLERANCE, name="decode")
@@ -188,7 +123,7 @@ def test_drafts_continue_from_the_accepted_token(order):
     slots = [[7, 8, 9, 10], [4, 3, 2, 1], [20, 22, 21, 23]]
     truth = [e.inputs(n + 30) for n in prompts]
     want = [e.alone(*x) for x in truth]
-    first = _cat(*(_part(x, 0, n) for x, n in zip(truth, prompts, strict=True)))
+    first = cat(*(part(x, 0, n) for x, n in zip(truth, prompts, strict=True)))
     got = e.run(_prompts([s[0] for s in slots], prompts, [False] * 3), *first)
     expected = torch.cat([w[:n] for w, n in zip(want, prompts, strict=True)])
     assert_within(got, expected, TOLERANCE, name="prompts")
@@ -203,8 +138,8 @@ def test_drafts_continue_from_the_accepted_token(order):
     ):
         parts = []
         for x, p, n, good in zip(truth, at, lengths, right, strict=True):
-            parts += [_part(x, p, p + good), e.inputs(n - good)]  # then wrong ones
-        got = e.run(_drafts(slots, lengths, kept), *_cat(*parts))
+            parts += [part(x, p, p + good), e.inputs(n - good)]  # then wrong ones
+        got = e.run(_drafts(slots, lengths, kept), *cat(*parts))
         begin = 0
         for i, (n, good) in enumerate(zip(lengths, right, strict=True)):
             expected = want[i][at[i] : at[i] + good]
@@ -219,7 +154,7 @@ def test_drafts_beside_a_prompt_and_padding():
     e = Engine(drafts=2)
     old, new = e.inputs(30), e.inputs(12)
     want = [e.alone(*x) for x in (old, new)]
-    e.run(_prompts([5], [20], [False]), *_part(old, 0, 20))
+    e.run(_prompts([5], [20], [False]), *part(old, 0, 20))
     # tokens of the batch: the prompt's 12, then the drafts' 3
     metadata = _drafts(
         [[5, 6, 7]],
@@ -233,17 +168,17 @@ def test_drafts_beside_a_prompt_and_padding():
         non_spec_token_indx=torch.arange(12),
         spec_token_indx=torch.arange(12, 15),
     )
-    got = e.run(metadata, *_cat(new, _part(old, 20, 23)))
+    got = e.run(metadata, *cat(new, part(old, 20, 23)))
     assert_within(got, torch.cat([want[1], want[0][20:23]]), TOLERANCE, name="both")
     # a captured graph: one real row, one padded, and token places behind the last border
     metadata = _drafts([[5, 6, 7], [0, 0, 0]], [3, 0], [3, 1], num_actual_tokens=6)
-    got = e.run(metadata, *_cat(_part(old, 23, 26), e.inputs(3)))
+    got = e.run(metadata, *cat(part(old, 23, 26), e.inputs(3)))
     assert_within(got[:3], want[0][23:26], TOLERANCE, name="padded")
     assert not got[3:].any()
     assert e.page[0].isnan().all()
     # a padded row that has tokens, and stale slots behind its first one
     metadata = _drafts([[5, 6, 7], [0, 10, 11]], [3, 3], [3, 2], num_actual_tokens=6)
-    got = e.run(metadata, *_cat(_part(old, 26, 29), e.inputs(3)))
+    got = e.run(metadata, *cat(part(old, 26, 29), e.inputs(3)))
     assert_within(got[:3], want[0][26:29], TOLERANCE, name="beside stale slots")
     assert not got[3:].any()
     assert e.page[[0, 10, 11]].isnan().all()
@@ -259,9 +194,9 @@ def test_a_checkpoint_is_the_state_of_a_prompt_cut_there():
     other = e.inputs(1)
     e.run(_prompts([6], [4], [False]), *e.inputs(4))
     e.run(
-        _prompts([6, 8], [1, 50], [True, False], decodes=1, checkpoint=checkpoint), *_cat(other, x)
+        _prompts([6, 8], [1, 50], [True, False], decodes=1, checkpoint=checkpoint), *cat(other, x)
     )
-    whole.run(_prompts([8], [37], [False]), *_part(x, 0, 37))
+    whole.run(_prompts([8], [37], [False]), *part(x, 0, 37))
     for name in ("conv_state", "state"):
         kept, cut = getattr(e.layer, name)[12], getattr(whole.layer, name)[8]
         assert_within(kept, cut, TOLERANCE, name=name)
@@ -296,7 +231,7 @@ def test_a_prompts_bits_do_not_depend_on_the_batch_in_batch_invariant_mode():
     for engine in (e, alone):
         engine.layer = engine.layer._replace(batch_invariant=True)
     got = e.run(
-        _prompts([9, 2, 4, 6], [70, 100, 1, 33], [False] * 4), *_cat(others[0], x, *others[1:])
+        _prompts([9, 2, 4, 6], [70, 100, 1, 33], [False] * 4), *cat(others[0], x, *others[1:])
     )
     want = alone.run(_prompts([2], [100], [False]), *x)
     assert torch.equal(got[70:170], want)

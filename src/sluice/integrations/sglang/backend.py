@@ -127,7 +127,8 @@ class SluiceGDNAttnBackend(_Base):
         ):
             return
         _compiled.add(key)
-        calls = serve.plan(layer, x.dtype, slots.dtype, x.device.type == "cuda")
+        cuda = x.device.type == "cuda"
+        calls = serve.plan(layer, x.dtype, slots.dtype, self.sluice_invariant, cuda)
         served = engine_calls.served(calls, x.device)
         found = engine_calls.served_by(served)
         which = [

@@ -104,7 +104,9 @@ def checkpoints(mask: Tensor, slots: Tensor, lengths: Tensor, pad_slot: int) -> 
     )
 
 
-def plan(layer: Layer, dtype: torch.dtype, slots: torch.dtype, cuda: bool) -> list[ModelCall]:
+def plan(
+    layer: Layer, dtype: torch.dtype, slots: torch.dtype, batch_invariant: bool, cuda: bool
+) -> list[ModelCall]:
     """Every call of this layer that compiles a kernel of its own."""
     ops = Recorder("sglang")
     meta = layer._replace(
@@ -126,6 +128,7 @@ def plan(layer: Layer, dtype: torch.dtype, slots: torch.dtype, cuda: bool) -> li
                 rows(3, kind=torch.int32),
                 rows(2, kind=torch.bool),
                 some if kept else None,
+                batch_invariant,
             )
             n = 2 * T
             extend(ops, meta, rows(n, D), rows(n, HV), rows(n, HV), p)

@@ -116,6 +116,5 @@ def _rows(m: Any, tokens: Tensor | None) -> Rows:
     kept = None
     if ck is not None:
         kept = Checkpoints(ck.state_indices[:N, None], positions=ck.checkpoint_offsets[:N, None])
-    return Rows(
-        slots[:N], decodes, borders[: N + 1], m.has_initial_state[:N], prompts, kept, tokens
-    )
+    slots = slots[:N].contiguous()  # vLLM's are a column of its table; kernels read dense ones
+    return Rows(slots, decodes, borders[: N + 1], m.has_initial_state[:N], prompts, kept, tokens)

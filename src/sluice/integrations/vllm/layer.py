@@ -129,12 +129,19 @@ class SluiceGDN(_Base):
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Pages as vLLM wants them, and states inside prompts where it offers to keep them."""
         spec = super().get_kv_cache_spec(vllm_config)
-        return private.with_checkpoints(spec) if _aligned(vllm_config) else spec
+        return private.with_checkpoints(spec, vllm_config) if _aligned(vllm_config) else spec
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """vLLM asks after which tokens of a prompt a state can be kept: after any."""
+        if _aligned(self.sluice_engine) and not private.new_fields():
+            return 1
+        found: int | None = super().get_prefill_checkpoint_alignment()
+        return found
 
     def _sluice_layer(self) -> serve.Layer:
-        """With the pages that vLLM has bound; made anew where these or the weight have moved."""
+        """With the pages that vLLM has bound; made anew where these or a weight have moved."""
         conv, state = private.pages(self)
-        place = private.conv_weight_place(self)
+        place = private.weight_places(self)
         known = self.__dict__.get("sluice_known")
         if known is None or known[0] is not conv or known[1] is not state or known[2] != place:
             known = conv, state, place, self._sluice_on(conv, state)
@@ -160,7 +167,7 @@ class SluiceGDN(_Base):
         spec = self.get_kv_cache_spec(self.sluice_engine)
         dtype = self.sluice_engine.model_config.dtype
         pages = (spec.shapes, spec.dtypes, spec.page_size_bytes)
-        kept = _aligned(self.sluice_engine) and private.offers_checkpoints(spec)
+        kept = private.has_checkpoints(spec)
         drafts = self.num_spec or 0
         key = (self.sluice_shape, pages, dtype, drafts, kept, self.sluice_invariant)
         if key not in _plans:
@@ -178,7 +185,8 @@ class SluiceGDN(_Base):
         served = engine_calls.served(calls, device)
         found = engine_calls.served_by(served)
         drafts = f"; up to {self.num_spec} draft tokens" if self.num_spec else ""
-        kept = "; states inside prompts" if _aligned(self.sluice_engine) else ""
+        spec = self.get_kv_cache_spec(self.sluice_engine)
+        kept = "; states inside prompts" if private.has_checkpoints(spec) else ""
         alike = "; batch-invariant" if self.sluice_invariant else ""
         text = f"serves the gated delta layers: {found}{drafts}{kept}{alike}"
         if engine_calls.slowly(served):

@@ -7,7 +7,8 @@ says which, and vLLM's own layers run. ``tests/engines`` fail then.
 
 - ``QwenGatedDeltaNetAttention``: its registry of replaced layers goes by this name. sluice's layer
   is a subclass, because vLLM calls ``__init__`` only of those.
-- ``forward_cuda``, ``forward_cpu``: the methods vLLM chooses by platform. Overridden.
+- ``forward_cuda``, ``forward_cpu``: the methods vLLM chooses by platform, which take hidden states
+  and return the output. Overridden. Until 0.25 the output's tensor was a second argument.
 - The custom op ``qwen_gdn_attention_core_fused_norm_packed`` and the method it calls. vLLM cuts its
   graphs at this op by name, so a new op would be captured with the rest. Releases before August
   2026 lack it. There ``qwen_gdn_attention_core`` and its method ``_forward_core`` take its place:
@@ -22,6 +23,8 @@ says which, and vLLM's own layers run. ``tests/engines`` fail then.
   another name that is set sends the batch to vLLM's own method.
 - ``num_prefill_checkpoint_blocks``, ``prefill_checkpoint_alignment`` of the cache spec: vLLM then
   asks prefill for a state inside the prompt. Without them it cuts the prompt there.
+- ``get_mamba_prefill_checkpoint_alignment``, ``get_mamba_prefill_checkpoint_grid`` (since 0.33):
+  the one distance that all layers' specs must name. Before that it is any token.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -78,8 +82,8 @@ KNOWN = {
     "batch_ptr",
     "token_chunk_offset_ptr",
 }
-CHECKPOINTS = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
-"""One state inside a prompt, after any token."""
+CHECKPOINTS = ("num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment")
+"""Of the cache spec: how many states inside a prompt, and after a multiple of how many tokens."""
 _PAGES = 64
 """Pages of an imagined pool: their number is no part of a kernel."""
 
@@ -98,6 +102,8 @@ def missing() -> str | None:
     for name in (*names, "get_state_shape", "get_state_dtype"):
         if not hasattr(kind, name):
             return f"{LAYER} of this vLLM has no {name}"
+    if len(inspect.signature(kind.forward).parameters) != 2:
+        return f"{LAYER}.forward of this vLLM takes more than hidden_states"
     if not (_packed(kind) or hasattr(torch.ops.vllm, OLDER_OP)):
         return f"this vLLM has neither op {OP} nor {OLDER_OP}"
     fields = {field.name for field in dataclasses.fields(home.GDNAttentionMetadata)}
@@ -211,15 +217,20 @@ def name_encoder() -> Any:
 
 def conv_weight(layer: Any) -> torch.Tensor:
     """[D, W], as it was loaded."""
-    found = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
-    weight: torch.Tensor = layer.conv1d.weight if found is None else found
+    weight = _loaded_conv_weight(layer)
     return weight.squeeze(1) if weight.dim() == 3 else weight
 
 
-def conv_weight_place(layer: Any) -> int:
-    """An address that changes when vLLM loads or packs the weight elsewhere."""
-    found: int = layer.conv1d.weight.data_ptr()
-    return found
+def weight_places(layer: Any) -> tuple[int, ...]:
+    """Addresses, of which one changes when vLLM loads or packs a weight elsewhere."""
+    weights = (_loaded_conv_weight(layer), layer.A_log, layer.dt_bias, layer.norm.weight)
+    return tuple(weight.data_ptr() for weight in weights)
+
+
+def _loaded_conv_weight(layer: Any) -> torch.Tensor:
+    found = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
+    weight: torch.Tensor = layer.conv1d.weight if found is None else found
+    return weight
 
 
 def choose_forward(layer: Any) -> None:
@@ -257,14 +268,32 @@ def conv_dim_first() -> bool:
     return bool(is_conv_state_dim_first())
 
 
-def offers_checkpoints(spec: Any) -> bool:
-    """Whether this vLLM can ask prefill for a state inside a prompt."""
-    return set(CHECKPOINTS) <= {field.name for field in dataclasses.fields(spec)}
+def with_checkpoints(spec: Any, config: Any) -> Any:
+    """The cache spec, asking for states inside prompts where this vLLM offers that.
+
+    Not where the metadata have fields that this plug-in does not know: vLLM's own kernels may then
+    serve a batch, and would leave a state unwritten that the cache counts on.
+    """
+    offered = {field.name for field in dataclasses.fields(spec)}.issuperset(CHECKPOINTS)
+    distance = None if new_fields() or not offered else _checkpoint_distance(config)
+    if distance is None:
+        return spec
+    return dataclasses.replace(spec, **dict(zip(CHECKPOINTS, (1, distance), strict=True)))
 
 
-def with_checkpoints(spec: Any) -> Any:
-    """The cache spec, asking for states inside prompts where this vLLM offers that."""
-    return dataclasses.replace(spec, **CHECKPOINTS) if offers_checkpoints(spec) else spec
+def has_checkpoints(spec: Any) -> bool:
+    """Whether vLLM will ask prefill for states inside prompts."""
+    return getattr(spec, CHECKPOINTS[0], 0) > 0
+
+
+def _checkpoint_distance(config: Any) -> int | None:
+    """Tokens between states inside prompts; None if a layer of the model cannot keep them."""
+    home = importlib.import_module("vllm.model_executor.layers.mamba.abstract")
+    alignment = getattr(home, "get_mamba_prefill_checkpoint_alignment", None)
+    if alignment is None:
+        return 1
+    found: int | None = alignment(config) and home.get_mamba_prefill_checkpoint_grid(config)
+    return found
 
 
 def logger() -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from sluice.contract.spec import MAX_DECODE_TOKENS
 from sluice.integrations.vllm import NAME, private
 
-MAX_DRAFTS = 8
+MAX_DRAFTS = MAX_DECODE_TOKENS - 1
+"""A step has one certain token before them."""
 WIDEST = 256
 """Of a head on a GPU: the Triton kernels' limit."""
 
