@@ -1,0 +1,87 @@
+"""The Gluon kernel of gradients: compiled and run in the emulator, after Triton's walks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from sluice import calls
+from sluice.backends.hopper import gradients
+from sluice.backends.triton import interpreted, prefill_backward
+from sluice.ops.delta import FUNCTIONAL
+from sluice.testing import gradients as exact
+from sluice.testing.compare import assert_same_bits, assert_within
+from tests.gpu.emulator import machine
+from tests.gpu.emulator.driver import emulated
+from tests.training.calls import HALF, Call
+
+pytestmark = [
+    pytest.mark.skipif(machine.missing() is not None, reason=str(machine.missing())),
+    pytest.mark.skipif(interpreted(), reason="kernels are not compiled there"),
+]
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+ARGUMENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+BASE = Call("base", B=1, T=64, HQ=1, HK=1, HV=1, K=128, V=128)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Put the kernel in place of Triton's last three; the list of calls that it was made for."""
+    made = []
+
+    def last(p, memory, w, *_):
+        assert gradients.refuse(p) is None
+        made.append(p)
+        return gradients.gradient_calls(p, memory, w)
+
+    monkeypatch.setattr(prefill_backward, "_gradients", last)
+    calls.forget()
+    yield made
+    calls.forget()
+
+
+def drawn(call, dtype):
+    """A call's leaves and options, its exact outputs, and gradients of them."""
+    leaves, options = call.make(dtype)
+    o, final = exact.delta(**leaves, **options)
+    gen = torch.Generator().manual_seed(1)
+    tokens = leaves["v"].shape[1]
+    do = torch.randn(o.shape[0], tokens, *o.shape[2:], generator=gen).to(dtype)
+    return leaves, options, (o, final), do, torch.randn(final.shape, generator=gen)
+
+
+def backward_of(leaves, options, do, dfinal):
+    """The gradients by the kernels, by name."""
+    given = [leaves[n].detach() if n in leaves else None for n in ARGUMENTS]
+    given += [options.get("cu_seqlens"), None, do, dfinal, *[None] * len(ARGUMENTS)]
+    kept = tuple(options[n] for n in ("scale", "normalize_qk", "neg_eigval", "state_layout"))
+    with emulated("sm_90") as driver:
+        made = calls.run(FUNCTIONAL.backward, given, kept, None, "triton")
+    names = {kernel.program.name for kernel in driver.kernels.values()}
+    assert "hopper_gradients_kernel" in names
+    assert not names & {"backward_pairs_kernel", "backward_queries_kernel", "backward_keys_kernel"}
+    return {n: x for n, x in zip(ARGUMENTS, made[-len(ARGUMENTS) :], strict=True) if n in leaves}
+
+
+def check(call, dtype):
+    """Every gradient of a call, against the recurrence in float64."""
+    leaves, options, (o, final), do, dfinal = drawn(call, dtype)
+    end = leaves["v"].shape[1] if call.lengths is None else sum(call.lengths)
+    by = [do[:, : o.shape[1]].double(), dfinal.double()]
+    by[0][:, end:] = 0
+    do[:, end:] = float("nan")
+    wanted = torch.autograd.grad([o, final], list(leaves.values()), by)
+    found = backward_of(leaves, options, do, dfinal)
+    for (name, a), b in zip(found.items(), wanted, strict=True):
+        if name in ("q", "k", "v", "g", "beta"):
+            assert not a[:, end:].any(), f"d{name} behind the last border"
+            a, b = a[:, :end], b[:, :end]
+        assert_within(a, b, HALF.get(name, 6e-3), name=f"{call}: d{name}")
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16], ids=str)
+def test_gradients_of_a_whole_chunk(fused, dtype):
+    check(BASE.of(normalize=False), dtype)
