@@ -82,6 +82,50 @@ def check(call, dtype):
         assert_within(a, b, HALF.get(name, 6e-3), name=f"{call}: d{name}")
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16], ids=str)
-def test_gradients_of_a_whole_chunk(fused, dtype):
-    check(BASE.of(normalize=False), dtype)
+PACKED = BASE.of(name="packed, raw", lengths=(5, 0, 64, 1, 130), raw=True, HV=2)
+HARD = BASE.of(name="identical", T=130, HV=2, keys="identical", rate=0.0, beta="one")
+QUICK = [
+    (PACKED, BFLOAT16),
+    (HARD, BFLOAT16),
+    (BASE.of(name="four heads, no norm", T=70, HV=4, normalize=False), FLOAT16),
+]
+MORE = [
+    BASE.of(name="whole chunk, no norm", normalize=False),
+    BASE.of(name="no decay", T=130, HV=2, decay=None),
+    BASE.of(name="two rows, raw", B=2, T=100, HV=2, raw=True, neg_eigval=True),
+    BASE.of(name="heads", T=130, HQ=2, HK=2, HV=4, state=False),
+    BASE.of(name="as many heads", T=130, HQ=2, HK=2, HV=2, layout="kv", scale=0.3),
+    BASE.of(name="four heads", T=70, HV=4),
+    BASE.of(name="strong decay", T=130, HV=2, rate=20.0),
+    BASE.of(name="beta 0", T=130, HV=2, beta="zero"),
+    BASE.of(name="correlated", T=130, HV=2, keys="correlated", rate=0.001, beta="one"),
+    BASE.of(name="repeated", T=130, HV=4, keys="repeated", rate=0.0, beta="one"),
+    BASE.of(name="repeated, packed", lengths=(30, 0, 64, 100), HV=2, keys="repeated", rate=0.01),
+    HARD.of(name="identical, no decay, no norm", decay=None, normalize=False),
+    PACKED,
+    HARD,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "dtype"), QUICK, ids=str)
+def test_gradients(fused, call, dtype):
+    check(call, dtype)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("call", MORE, ids=str)
+def test_gradients_of_every_kind(fused, call, dtype):
+    """``test_gradients`` meets every part of the kernel."""
+    check(call, dtype)
+
+
+@pytest.mark.long
+def test_the_same_bits_each_time(fused):
+    """The order of warps and programs is another one in each launch."""
+    leaves, options, _, do, dfinal = drawn(PACKED, BFLOAT16)
+    do[:, sum(PACKED.lengths) :] = 0
+    first, again = (backward_of(leaves, options, do, dfinal) for _ in range(2))
+    for name, x in first.items():
+        assert_same_bits(again[name], x, name)

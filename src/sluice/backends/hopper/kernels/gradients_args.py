@@ -13,22 +13,24 @@ from sluice.backends.hopper.kernels.gluon_api import aggregate
 class Tiles:
     """Tiles in shared memory; a stage holds half of the value columns of one head."""
 
-    q: gl.shared_memory_descriptor  # [C, K]
-    k: gl.shared_memory_descriptor  # [C, K]
+    qk: gl.shared_memory_descriptor  # [C, K], two: Q, K
     rows: gl.shared_memory_descriptor  # [C, V / 2], three per stage: dO, E, Y
     states: gl.shared_memory_descriptor  # [V / 2, K], two per stage: S, dS
-    n: gl.shared_memory_descriptor  # [C, C]: N
-    h: gl.shared_memory_descriptor  # [C, C]: H
+    pairs: gl.shared_memory_descriptor  # [C, C], two: N, H
 
 
 @aggregate
 class Sums:
-    """Float32 numbers per token in shared memory: what is asked of decays."""
+    """Numbers per token in shared memory: decays, and what is asked of them; float32."""
 
+    columns: gl.shared_memory_descriptor  # 0 to C - 1, int32
+    g2: gl.shared_memory_descriptor  # queries: γ in powers of two
+    by_column: gl.shared_memory_descriptor  # queries: beta r_k
     by_pair: gl.shared_memory_descriptor  # queries: pairs of tokens that span each token
     by_query: gl.shared_memory_descriptor  # queries: what each output asks
     asked: gl.shared_memory_descriptor  # keys: what is read from each token on
     wrote: gl.shared_memory_descriptor  # keys: what was written before each token
+    kept: gl.shared_memory_descriptor  # keys: parts of the overlap of S and dS
 
 
 @aggregate
@@ -39,7 +41,8 @@ class Barriers:
     keys_ready: gl.shared_memory_descriptor  # queries: no other sequence's tokens are in them
     stage_ready: gl.shared_memory_descriptor  # loader, by stage
     stage_free: gl.shared_memory_descriptor  # both groups, by stage
-    pairs_ready: gl.shared_memory_descriptor  # queries: N, H, by_pair and by_query are stored
+    pairs_ready: gl.shared_memory_descriptor  # queries: N, H and by_pair are stored
+    asked_ready: gl.shared_memory_descriptor  # queries: by_query is stored
     pairs_free: gl.shared_memory_descriptor  # keys: they are read
     low_ready: gl.shared_memory_descriptor  # loader: low terms of a hard chunk have arrived
     low_free: gl.shared_memory_descriptor  # both groups

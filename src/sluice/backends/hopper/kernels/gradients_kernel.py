@@ -166,12 +166,10 @@ def allocate_tiles(q_desc, e_desc, S_desc, K: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     return Tiles(
-        q=gl.allocate_shared_memory(dtype, [C, K], q_desc.layout),
-        k=gl.allocate_shared_memory(dtype, [C, K], q_desc.layout),
+        qk=gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout),
         rows=gl.allocate_shared_memory(dtype, [3 * STAGES, C, GROUP_V], e_desc.layout),
         states=gl.allocate_shared_memory(dtype, [2 * STAGES, GROUP_V, K], S_desc.layout),
-        n=gl.allocate_shared_memory(dtype, [C, C], square),
-        h=gl.allocate_shared_memory(dtype, [C, C], square),
+        pairs=gl.allocate_shared_memory(dtype, [2, C, C], square),
     )
 
 
@@ -179,11 +177,17 @@ def allocate_tiles(q_desc, e_desc, S_desc, K: gl.constexpr):
 def allocate_sums():
     """The sums."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    columns = gl.allocate_shared_memory(gl.int32, [C], layout)
+    columns.store(gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0])))
     return Sums(
+        columns=columns,
+        g2=gl.allocate_shared_memory(gl.float32, [C], layout),
+        by_column=gl.allocate_shared_memory(gl.float32, [C], layout),
         by_pair=gl.allocate_shared_memory(gl.float32, [C], layout),
         by_query=gl.allocate_shared_memory(gl.float32, [C], layout),
         asked=gl.allocate_shared_memory(gl.float32, [C], layout),
         wrote=gl.allocate_shared_memory(gl.float32, [C], layout),
+        kept=gl.allocate_shared_memory(gl.float32, [C], layout),
     )
 
 
@@ -196,12 +200,14 @@ def allocate_barriers():
     stage_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     stage_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     pairs_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
+    asked_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
     pairs_free = gl.allocate_shared_memory(gl.int64, [1], layout)
     low_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
     low_free = gl.allocate_shared_memory(gl.int64, [1], layout)
     mbarrier.init(keys_loaded, count=1)
     mbarrier.init(keys_ready, count=1)
     mbarrier.init(pairs_ready, count=1)
+    mbarrier.init(asked_ready, count=1)
     mbarrier.init(pairs_free, count=1)
     mbarrier.init(low_ready, count=1)
     mbarrier.init(low_free, count=2)
@@ -211,5 +217,5 @@ def allocate_barriers():
     fence_async_shared()
     return Barriers(
         keys_loaded, keys_ready, stage_ready, stage_free,
-        pairs_ready, pairs_free, low_ready, low_free,
+        pairs_ready, asked_ready, pairs_free, low_ready, low_free,
     )  # fmt: skip

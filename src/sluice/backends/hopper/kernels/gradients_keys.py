@@ -15,12 +15,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sluice.backends.hopper.kernels.chunks_gates import sigmoid, softplus
-from sluice.backends.hopper.kernels.constants import GROUP_V, LOG2_E, C
+from sluice.backends.hopper.kernels.constants import COPY_WIDTH, GROUP_V, LOG2_E, C
 from sluice.backends.hopper.kernels.gluon_api import barrier
 from sluice.backends.hopper.kernels.gradients_args import advance
 from sluice.backends.hopper.kernels.gradients_loader import low_e
-from sluice.backends.hopper.kernels.gradients_parts import per_token, row_sums, store_gradient
-from sluice.backends.hopper.kernels.gradients_queries import free_stages
+from sluice.backends.hopper.kernels.gradients_parts import (
+    DSTATE,
+    STATE,
+    E,
+    Y,
+    free_head,
+    key_columns,
+    load_keys,
+    multiply_state,
+    per_token,
+    square,
+    state_of,
+    store_gradient,
+    wait_for_head,
+)
 from sluice.backends.hopper.kernels.layouts import accumulator
 
 
@@ -31,61 +44,53 @@ def run_keys(args):
     barriers = args.barriers
     chunk = args.chunk
     sums = args.sums
-    K: gl.constexpr = tiles.k.shape[1]
+    K: gl.constexpr = tiles.qk.shape[2]
     DECAY: gl.constexpr = args.g2_ptr is not None
-    acc_k: gl.constexpr = accumulator(K)
-    by_row: gl.constexpr = gl.SliceLayout(1, acc_k)
+    acc_c: gl.constexpr = accumulator(C)
+    by_row: gl.constexpr = gl.SliceLayout(1, acc_c)
     if chunk.count > 0:
-        rows = gl.arange(0, C, by_row)
-        dk = gl.zeros([C, K], gl.float32, acc_k)
+        own = gl.arange(0, C, by_row) < chunk.count
+        dk_0 = gl.zeros([C, COPY_WIDTH], gl.float32, acc_c)
+        dk_1 = gl.zeros([C, COPY_WIDTH], gl.float32, acc_c)
         stage = 0
         phase = 0
         mbarrier.wait(barriers.keys_ready, 0)
         for head in range(chunk.heads):
+            nothing = stage >> 31  # see ``square``
+            q_smem = tiles.qk.index(nothing)
+            k_smem = tiles.qk.index(1 + nothing)
+            n_smem = tiles.pairs.index(nothing)
+            h_smem = tiles.pairs.index(1 + nothing)
             of_head = (chunk.first_head + head).to(gl.int64) * chunk.tokens + chunk.row
             beta = per_token(args.beta32_ptr, of_head, chunk.count, by_row)
             fade_out = beta * per_token(args.decay_out_ptr, of_head, chunk.count, by_row)
             fade_in = beta * per_token(args.decay_in_ptr, of_head, chunk.count, by_row)
-            mbarrier.wait(barriers.stage_ready.index(stage), phase)
-            first = stage
+            first, stage, phase = wait_for_head(barriers, stage, phase, chunk.stages)
+            if DECAY:
+                kept = overlap(tiles, first, stage, sums.columns)
+                fade = gl.exp2(gl.load(args.g2_ptr + of_head + chunk.count - 1))
+                sums.kept.store(kept * fade)
+            mbarrier.wait(barriers.pairs_ready, head & 1)
+            dk_0, wrote_0, asked_0 = use_states(
+                args, dk_0, k_smem, fade_out, fade_in, first, stage, head, nothing, 0
+            )
+            dk_0 = multiply_pairs(dk_0, n_smem, h_smem, q_smem, k_smem, 0)
+            dk_1, wrote_1, asked_1 = use_states(
+                args, dk_1, k_smem, fade_out, fade_in, first, stage, head, nothing, 1
+            )
+            dk_1 = multiply_pairs(dk_1, n_smem, h_smem, q_smem, k_smem, 1)
+            free_head(barriers, first, stage)
             stage, phase = advance(stage, phase, chunk.stages)
-            mbarrier.wait(barriers.stage_ready.index(stage), phase)
-
-            write = multiply_state(tiles, first, stage, 1, 1, K)
             if chunk.is_hard is not None:
                 if chunk.is_hard:
-                    mbarrier.wait(barriers.low_ready, head & 1)
-                    write = warpgroup_mma(low_e(tiles, 0), tiles.states.index(2 * first + 1), write)
-                    write = warpgroup_mma(low_e(tiles, 1), tiles.states.index(2 * stage + 1), write)
-                    barrier()
                     mbarrier.arrive(barriers.low_free, count=1)
-            write = write * gl.expand_dims(fade_out, 1)
             if DECAY:
-                wrote = row_sums(write, tiles.k)
-            dk = dk + write
-            read = multiply_state(tiles, first, stage, 2, 0, K)
-            read = read * gl.expand_dims(-fade_in, 1)
-            if DECAY:
-                asked = row_sums(read, tiles.k)
-                kept = overlap(tiles, first, stage)
-                kept = kept * gl.exp2(gl.load(args.g2_ptr + of_head + chunk.count - 1))
-            dk = dk + read
-            free_stages(barriers, stage, chunk.stages)
-            stage, phase = advance(stage, phase, chunk.stages)
-            if DECAY:  # the overlap of the states acts on each token's decay, from both sides
-                kept = gl.convert_layout(kept, by_row)
-                sums.wrote.store(gl.where(rows < chunk.count, wrote, 0.0) + kept)
-                sums.asked.store(gl.where(rows < chunk.count, asked, 0.0) + kept)
-
-            mbarrier.wait(barriers.pairs_ready, head & 1)
-            dk = warpgroup_mma(tiles.n.permute((1, 0)), tiles.q, dk, is_async=True)
-            dk = warpgroup_mma(tiles.h, tiles.k, dk, is_async=True)
-            dk = warpgroup_mma(tiles.h.permute((1, 0)), tiles.k, dk, is_async=True)
-            if DECAY:
+                sums.wrote.store(gl.where(own, wrote_0 + wrote_1, 0.0))
+                sums.asked.store(gl.where(own, asked_0 + asked_1, 0.0))
+                mbarrier.wait(barriers.asked_ready, head & 1)
                 barrier()
-                dg = sum_decays(sums)
-                store_dg(args, dg, head)
-            dk = warpgroup_mma_wait(0, deps=[dk])
+                store_dg(args, sum_decays(sums), head)
+            dk_0, dk_1 = warpgroup_mma_wait(0, deps=[dk_0, dk_1])
             barrier()
             mbarrier.arrive(barriers.pairs_free, count=1)
         at = chunk.row.to(gl.int64) * chunk.heads_k + chunk.head_k
@@ -93,39 +98,58 @@ def run_keys(args):
         if r_k_ptr is not None:
             r_k_ptr += chunk.head_k.to(gl.int64) * chunk.tokens + chunk.row
         stride = chunk.heads_k * K
-        store_gradient(args.dk_ptr + at * K, dk, tiles.k, r_k_ptr, 1, chunk.count, stride, K)
+        store_gradient(
+            args.dk_ptr + at * K, dk_0, dk_1, tiles.qk.index(1), r_k_ptr, 1, chunk.count, stride
+        )
 
 
 @gluon.jit
-def multiply_state(
-    tiles, first, second, row: gl.constexpr, state: gl.constexpr, K: gl.constexpr
+def use_states(
+    args, dk, k_smem, fade_out, fade_in, first, second, head, nothing, half: gl.constexpr
 ):  # fmt: skip
-    """A tile of rows [C, V] times a stored state [V, K], both in two stages."""
-    acc = gl.zeros([C, K], gl.float32, accumulator(K))
-    acc = warpgroup_mma(
-        tiles.rows.index(3 * first + row), tiles.states.index(2 * first + state), acc,
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    acc = warpgroup_mma(
-        tiles.rows.index(3 * second + row), tiles.states.index(2 * second + state), acc,
-        is_async=True,
-    )  # fmt: skip
-    return warpgroup_mma_wait(0, deps=[acc])
+    """Add what keys write into the state after the chunk and read of the one before it to half of
+    dK; what each of it asks of decays."""
+    tiles = args.tiles
+    write = multiply_state(tiles, first, second, E, DSTATE, half)
+    read = multiply_state(tiles, first, second, Y, STATE, half)
+    write, read = warpgroup_mma_wait(0, deps=[write, read])
+    if args.chunk.is_hard is not None:
+        if args.chunk.is_hard:
+            mbarrier.wait(args.barriers.low_ready, head & 1)
+            dS = key_columns(state_of(tiles, first, DSTATE), half)
+            write = warpgroup_mma(low_e(tiles, 0, nothing), dS, write)
+            dS = key_columns(state_of(tiles, second, DSTATE), half)
+            write = warpgroup_mma(low_e(tiles, 1, nothing), dS, write)
+    write = write * gl.expand_dims(fade_out, 1)
+    read = read * gl.expand_dims(-fade_in, 1)
+    wrote = fade_out
+    asked = fade_in
+    if args.g2_ptr is not None:
+        k = load_keys(k_smem, half)
+        wrote = gl.sum(write * k, axis=1)
+        asked = gl.sum(read * k, axis=1)
+    return dk + write + read, wrote, asked
 
 
 @gluon.jit
-def overlap(tiles, first, second):
+def multiply_pairs(dk, n_smem, h_smem, q_smem, k_smem, half: gl.constexpr):
+    """Start Nᵀ Q + (H + Hᵀ) K for half of dK."""
+    dk = warpgroup_mma(n_smem.permute((1, 0)), key_columns(q_smem, half), dk, is_async=True)
+    dk = warpgroup_mma(h_smem, key_columns(k_smem, half), dk, is_async=True)
+    return warpgroup_mma(h_smem.permute((1, 0)), key_columns(k_smem, half), dk, is_async=True)
+
+
+@gluon.jit
+def overlap(tiles, first, second, columns_smem):
     """⟨S, dS⟩ in GROUP_V parts: the diagonal of S dSᵀ, which needs no state in registers."""
     layout: gl.constexpr = accumulator(GROUP_V)
     x = gl.zeros([GROUP_V, GROUP_V], gl.float32, layout)
-    states = tiles.states
-    dS_t = states.index(2 * first + 1).permute((1, 0))
-    x = warpgroup_mma(states.index(2 * first), dS_t, x, use_acc=False, is_async=True)
-    dS_t = states.index(2 * second + 1).permute((1, 0))
-    x = warpgroup_mma(states.index(2 * second), dS_t, x, is_async=True)
+    dS_t = state_of(tiles, first, DSTATE).permute((1, 0))
+    x = warpgroup_mma(state_of(tiles, first, STATE), dS_t, x, use_acc=False, is_async=True)
+    dS_t = state_of(tiles, second, DSTATE).permute((1, 0))
+    x = warpgroup_mma(state_of(tiles, second, STATE), dS_t, x, is_async=True)
     x = warpgroup_mma_wait(0, deps=[x])
-    i = gl.expand_dims(gl.arange(0, GROUP_V, gl.SliceLayout(1, layout)), 1)
-    j = gl.expand_dims(gl.arange(0, GROUP_V, gl.SliceLayout(0, layout)), 0)
+    i, j = square(columns_smem)
     return gl.sum(gl.where(i == j, x, 0.0), axis=1)
 
 
@@ -134,11 +158,11 @@ def sum_decays(sums):
     """What is asked of each decay: by pairs, by writes before it, by reads from it on."""
     layout: gl.constexpr = accumulator(C)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
-    t = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, layout)), 1)
-    j = gl.expand_dims(gl.arange(0, C, by_column), 0)
+    t, j = square(sums.columns)
     wrote = gl.expand_dims(sums.wrote.load(by_column), 0)
-    asked = gl.expand_dims(sums.asked.load(by_column) + sums.by_query.load(by_column), 0)
-    dg = gl.sum(gl.where(j < t, wrote, asked), axis=1)
+    asked = sums.asked.load(by_column) + sums.by_query.load(by_column)
+    kept = gl.expand_dims(sums.kept.load(by_column), 0)  # acts on each decay
+    dg = gl.sum(gl.where(j < t, wrote, gl.expand_dims(asked, 0)) + kept, axis=1)
     return dg + sums.by_pair.load(gl.SliceLayout(1, layout))
 
 

@@ -14,7 +14,7 @@ from sluice.backends.hopper.kernels.gradients_args import advance
 @gluon.jit
 def run_loader(args):
     """Load queries and keys once, and two stages for each value head."""
-    K: gl.constexpr = args.tiles.k.shape[1]
+    K: gl.constexpr = args.tiles.qk.shape[2]
     chunk = args.chunk
     barriers = args.barriers
     stage = 0
@@ -26,8 +26,9 @@ def run_loader(args):
             if half == 0:
                 mbarrier.expect(barriers.keys_loaded, 2 * 2 * C * K)
                 column = chunk.head_k * K
-                async_load(args.k_desc, [chunk.row, column], barriers.keys_loaded, args.tiles.k)
-                async_load(args.q_desc, [chunk.row, column], barriers.keys_loaded, args.tiles.q)
+                at = [chunk.row, column]
+                async_load(args.q_desc, at, barriers.keys_loaded, args.tiles.qk.index(0))
+                async_load(args.k_desc, at, barriers.keys_loaded, args.tiles.qk.index(1))
             if chunk.is_hard is not None:
                 if chunk.is_hard & (half % 2 == 0):
                     copy_low(args, half // 2)
@@ -37,7 +38,7 @@ def run_loader(args):
 @gluon.jit
 def copy_half(args, half, stage):
     """Start the copies of half a head: GROUP_V value columns of dO, E and Y, so many rows of S."""
-    K: gl.constexpr = args.tiles.k.shape[1]
+    K: gl.constexpr = args.tiles.qk.shape[2]
     ready = args.barriers.stage_ready.index(stage)
     mbarrier.expect(ready, 2 * GROUP_V * (3 * C + 2 * K))
     row = args.chunk.row
@@ -60,17 +61,17 @@ def copy_low(args, head):
     column = (args.chunk.first_head + head) * (2 * GROUP_V)
     for half in gl.static_range(2):
         at = [args.chunk.row, column + half * GROUP_V]
-        async_load(args.e_low_desc, at, barriers.low_ready, low_e(args.tiles, half))
-        async_load(args.y_low_desc, at, barriers.low_ready, low_y(args.tiles, half))
+        async_load(args.e_low_desc, at, barriers.low_ready, low_e(args.tiles, half, 0))
+        async_load(args.y_low_desc, at, barriers.low_ready, low_y(args.tiles, half, 0))
 
 
 @gluon.jit
-def low_e(tiles, half: gl.constexpr):
+def low_e(tiles, half: gl.constexpr, nothing):
     """Where the low terms of E lie: half of their columns."""
-    return tiles.rows.index(6 + half)
+    return tiles.rows.index(6 + half + nothing)
 
 
 @gluon.jit
-def low_y(tiles, half: gl.constexpr):
+def low_y(tiles, half: gl.constexpr, nothing):
     """Where the low terms of Y lie."""
-    return tiles.states.index(4).slice(half * GROUP_V, GROUP_V, 1)
+    return tiles.states.index(4 + nothing).slice(half * GROUP_V, GROUP_V, 1)
