@@ -74,8 +74,8 @@ class LoaderArgs:
     y_desc: tma.tensor_descriptor
     e_low_desc: tma.tensor_descriptor | gl.constexpr
     y_low_desc: tma.tensor_descriptor | gl.constexpr
-    S_desc: tma.tensor_descriptor
-    dS_desc: tma.tensor_descriptor
+    before_desc: tma.tensor_descriptor
+    after_desc: tma.tensor_descriptor
     slot: gl.tensor  # of S and dS
     HV: gl.tensor
     chunk: Chunk

@@ -11,7 +11,7 @@ the inverse lengths of queries and keys, D = beta E and dV = beta Y:
 A program owns a chunk of one key head, which is a query head too, and goes over its value heads. It
 has warps of three roles. The loader, one warp, brings tiles by TMA, up to three stages ahead
 (gradients_loader.py). Four warps make N, H and dQ (gradients_queries.py), four more dK and dg
-(gradients_keys.py). N and H pass from one to the other through shared memory and are in no other.
+(gradients_keys.py). N and H pass from one to the other through shared memory, and never leave it.
 
 A stage is half of the value columns of a head: every product that reads it is a sum over value
 columns. dQ and dK are summed over heads in registers, in the order of the heads.
@@ -61,8 +61,8 @@ def hopper_gradients_kernel(
     y_desc,
     e_low_desc,  # low terms in hard chunks; None: there are none
     y_low_desc,
-    S_desc,  # [slots * HV * V, K], block [64, K]: the state before each chunk
-    dS_desc,  # the same: the gradient of the state after it
+    before_desc,  # [slots * HV * V, K], block [64, K]: the state before each chunk
+    after_desc,  # the same: the gradient of the state after it
     g_ptr,  # [B, T, HV]; read if it is a raw gate
     A_log_ptr,  # [HV]; None: g is no raw gate
     dt_bias_ptr,  # [HV]; None: 0
@@ -127,7 +127,7 @@ def hopper_gradients_kernel(
             t = row - seq * T
         g_ptr += batch.to(gl.int64) * stride_g_b + t.to(gl.int64) * stride_g_t
 
-    tiles = allocate_tiles(q_desc, e_desc, S_desc, K)
+    tiles = allocate_tiles(q_desc, e_desc, before_desc, K)
     sums = allocate_sums()
     barriers = allocate_barriers()
     chunk = Chunk(
@@ -136,8 +136,8 @@ def hopper_gradients_kernel(
     )  # fmt: skip
     loader = LoaderArgs(
         q_desc=q_desc, k_desc=k_desc, do_desc=do_desc, e_desc=e_desc, y_desc=y_desc,
-        e_low_desc=e_low_desc, y_low_desc=y_low_desc, S_desc=S_desc, dS_desc=dS_desc,
-        slot=slot, HV=HV, chunk=chunk, tiles=tiles, barriers=barriers,
+        e_low_desc=e_low_desc, y_low_desc=y_low_desc,
+        before_desc=before_desc, after_desc=after_desc, slot=slot, HV=HV, chunk=chunk, tiles=tiles, barriers=barriers,
     )  # fmt: skip
     queries = QueriesArgs(
         chunk=chunk, tiles=tiles, sums=sums, barriers=barriers,
@@ -161,14 +161,14 @@ def hopper_gradients_kernel(
 
 
 @gluon.jit
-def allocate_tiles(q_desc, e_desc, S_desc, K: gl.constexpr):
+def allocate_tiles(q_desc, e_desc, before_desc, K: gl.constexpr):
     """The tiles. TMA and the tensor cores share the descriptors' layouts."""
     dtype: gl.constexpr = q_desc.dtype
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     return Tiles(
         qk=gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout),
         rows=gl.allocate_shared_memory(dtype, [3 * STAGES, C, GROUP_V], e_desc.layout),
-        states=gl.allocate_shared_memory(dtype, [2 * STAGES, GROUP_V, K], S_desc.layout),
+        states=gl.allocate_shared_memory(dtype, [2 * STAGES, GROUP_V, K], before_desc.layout),
         pairs=gl.allocate_shared_memory(dtype, [2, C, C], square),
     )
 

@@ -1,8 +1,10 @@
 """The keys role of hopper_gradients_kernel: four warps make dK and dg.
 
-gradients_kernel.py has the equations. This group needs no N or H until it has multiplied both
-states, which is when the other group has made them.
+gradients_kernel.py has the equations. The other group makes N and H first; meanwhile this one makes
+the overlap of the states. Then each half of dK takes what it gets from the states and, at once, the
+products of N and H: ptxas would put off sums that no product waits for, and keep their terms.
 """
+# ruff: noqa: SIM102 (constexpr branches stay apart)
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from sluice.backends.hopper.kernels.gradients_parts import (
     key_columns,
     load_keys,
     multiply_state,
+    nothing_of,
     per_token,
     square,
     state_of,
@@ -56,7 +59,8 @@ def run_keys(args):
         phase = 0
         mbarrier.wait(barriers.keys_ready, 0)
         for head in range(chunk.heads):
-            nothing = stage >> 31  # see ``square``
+            nothing = nothing_of(stage)
+            again = nothing_of(chunk.row)
             q_smem = tiles.qk.index(nothing)
             k_smem = tiles.qk.index(1 + nothing)
             n_smem = tiles.pairs.index(nothing)
@@ -75,9 +79,13 @@ def run_keys(args):
                 args, dk_0, k_smem, fade_out, fade_in, first, stage, head, nothing, 0
             )
             dk_0 = multiply_pairs(dk_0, n_smem, h_smem, q_smem, k_smem, 0)
+            k_smem = tiles.qk.index(1 + nothing + again)
             dk_1, wrote_1, asked_1 = use_states(
-                args, dk_1, k_smem, fade_out, fade_in, first, stage, head, nothing, 1
-            )
+                args, dk_1, k_smem, fade_out, fade_in, first + again, stage + again, head, nothing,
+                1,
+            )  # fmt: skip
+            n_smem = tiles.pairs.index(nothing + again)
+            h_smem = tiles.pairs.index(1 + nothing + again)
             dk_1 = multiply_pairs(dk_1, n_smem, h_smem, q_smem, k_smem, 1)
             free_head(barriers, first, stage)
             stage, phase = advance(stage, phase, chunk.stages)

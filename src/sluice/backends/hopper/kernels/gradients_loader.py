@@ -1,4 +1,5 @@
 """The loader role of hopper_gradients_kernel: one warp brings tiles, up to three stages ahead."""
+# ruff: noqa: SIM102 (constexpr branches stay apart)
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ def copy_half(args, half, stage):
     async_load(args.do_desc, [row, column], ready, rows.index(3 * stage))
     async_load(args.e_desc, [row, column], ready, rows.index(3 * stage + 1))
     in_states = args.slot * args.HV * (2 * GROUP_V) + column
-    async_load(args.S_desc, [in_states, 0], ready, args.tiles.states.index(2 * stage))
+    async_load(args.before_desc, [in_states, 0], ready, args.tiles.states.index(2 * stage))
     async_load(args.y_desc, [row, column], ready, rows.index(3 * stage + 2))
-    async_load(args.dS_desc, [in_states, 0], ready, args.tiles.states.index(2 * stage + 1))
+    async_load(args.after_desc, [in_states, 0], ready, args.tiles.states.index(2 * stage + 1))
 
 
 @gluon.jit

@@ -77,13 +77,22 @@ def per_token(ptr, at, count, layout: gl.constexpr):
 
 
 @gluon.jit
+def nothing_of(x):
+    """0 for x >= 0, which the compiler does not know.
+
+    As a part of the place of a tile it makes the compiler compute the descriptor of a product where
+    it is used. Else descriptors of all products would be kept in registers: from head to head, if
+    the place is the same for all heads, or from one half of the columns to the other.
+    """
+    return x >> 31
+
+
+@gluon.jit
 def square(columns_smem):
     """Rows i and columns j of a product [C, C].
 
     The columns are loaded: the compiler would keep computed ones, or masks that follow from them,
-    in registers from head to head. For the same reason ``nothing`` is part of the place of a tile:
-    it is 0, which the compiler cannot know, and without it descriptors of all products would be
-    kept.
+    in registers from head to head.
     """
     layout: gl.constexpr = accumulator(C)
     i = gl.arange(0, C, gl.SliceLayout(1, layout))

@@ -3,6 +3,7 @@
 gradients_kernel.py has the equations. N and H go to shared memory, from which both groups multiply
 them. What pairs of tokens ask of decays is N ∘ Q Kᵀ + H ∘ K Kᵀ, in float32.
 """
+# ruff: noqa: SIM102 (constexpr branches stay apart)
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from sluice.backends.hopper.kernels.gradients_parts import (
     key_columns,
     load_keys,
     multiply_state,
+    nothing_of,
     per_token,
     rows_of,
     square,
@@ -56,7 +58,8 @@ def run_queries(args):
         stage = 0
         phase = 0
         for head in range(chunk.heads):
-            nothing = stage >> 31  # see ``square``
+            nothing = nothing_of(stage)
+            again = nothing_of(chunk.row)
             q_smem = tiles.qk.index(nothing)
             k_smem = tiles.qk.index(1 + nothing)
             n_smem = tiles.pairs.index(nothing)
@@ -91,7 +94,10 @@ def run_queries(args):
 
             dq_0, asked_0 = read_state(args, dq_0, q_smem, decay_q, first, stage, 0)
             dq_0 = warpgroup_mma(n_smem, key_columns(k_smem, 0), dq_0, is_async=True)
-            dq_1, asked_1 = read_state(args, dq_1, q_smem, decay_q, first, stage, 1)
+            n_smem = tiles.pairs.index(nothing + again)
+            k_smem = tiles.qk.index(1 + nothing + again)
+            q_smem = tiles.qk.index(nothing + again)
+            dq_1, asked_1 = read_state(args, dq_1, q_smem, decay_q, first + again, stage + again, 1)
             dq_1 = warpgroup_mma(n_smem, key_columns(k_smem, 1), dq_1, is_async=True)
             free_head(barriers, first, stage)
             stage, phase = advance(stage, phase, chunk.stages)
