@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+import sluice
 from sluice import calls
 from sluice.backends.hopper import gradients
 from sluice.backends.triton import interpreted, prefill_backward
 from sluice.ops.delta import FUNCTIONAL
 from sluice.testing import gradients as exact
 from sluice.testing.compare import assert_same_bits, assert_within
+from tests.gpu import gradient_kernels
+from tests.gpu.cross import SHARED, backward_specs_of, compile_for, gpu_like, resources, sass
 from tests.gpu.emulator import machine
 from tests.gpu.emulator.driver import emulated
+from tests.gpu.gluon_kernels import hurried
 from tests.training.calls import HALF, Call
 
-pytestmark = [
-    pytest.mark.skipif(machine.missing() is not None, reason=str(machine.missing())),
-    pytest.mark.skipif(interpreted(), reason="kernels are not compiled there"),
-]
+pytestmark = pytest.mark.skipif(interpreted(), reason="kernels are not compiled there")
+needs_emulator = pytest.mark.skipif(machine.missing() is not None, reason=str(machine.missing()))
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 ARGUMENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 BASE = Call("base", B=1, T=64, HQ=1, HK=1, HV=1, K=128, V=128)
@@ -107,12 +111,14 @@ MORE = [
 ]
 
 
+@needs_emulator
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "dtype"), QUICK, ids=str)
 def test_gradients(fused, call, dtype):
     check(call, dtype)
 
 
+@needs_emulator
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("call", MORE, ids=str)
@@ -121,6 +127,7 @@ def test_gradients_of_every_kind(fused, call, dtype):
     check(call, dtype)
 
 
+@needs_emulator
 @pytest.mark.long
 def test_the_same_bits_each_time(fused):
     """The order of warps and programs is another one in each launch."""
@@ -129,3 +136,45 @@ def test_the_same_bits_each_time(fused):
     first, again = (backward_of(leaves, options, do, dfinal) for _ in range(2))
     for name, x in first.items():
         assert_same_bits(again[name], x, name)
+
+
+OFTEN = [(gradient_kernels.USUAL, BFLOAT16), (gradient_kernels.CALLS[-1], FLOAT16)]
+COMPILED = [
+    pytest.param(*x, marks=() if x in OFTEN else pytest.mark.long, id="{}, {}".format(*x))
+    for x in itertools.product(gradient_kernels.CALLS, (BFLOAT16, FLOAT16))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "dtype"), COMPILED)
+def test_the_kernel_fits(call, dtype):
+    """Few spills, and products that ptxas does not make one by one.
+
+    test_releases.py compiles one variant with the oldest Triton as well.
+    """
+    compiled = compile_for(gradient_kernels.kernel_call(call, dtype), "sm_90")
+    used, code = resources(compiled), sass(compiled)
+    assert used.spills <= gradient_kernels.SPILLS[str(call)], used
+    assert used.shared <= 1024 * SHARED["sm_90"], used
+    assert 0 < 2 * code.count("WARPGROUP.ARRIVE") < code.count("HGMMA")
+    assert hurried(compiled.asm["ptx"]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"HQ": 2}, "as many query heads as key heads, not 2 and 1"),
+        ({"K": 64}, "K = V = 128, not 64 and 128"),
+        ({"decay": "key"}, "decay per head, not per key"),
+        ({"delta": False}, "the delta rule"),
+    ],
+    ids=str,
+)
+def test_other_calls_are_refused(change, said):
+    def run():
+        leaves, options = BASE.of(HV=2, **change).make(BFLOAT16)
+        return leaves, None, sluice.prefill(**leaves, **options)
+
+    with gpu_like("sm_90") as device:
+        (spec,) = backward_specs_of(run, device)
+    assert gradients.refuse(spec) == f"needs {said}"

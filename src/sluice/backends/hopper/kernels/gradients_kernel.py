@@ -137,7 +137,8 @@ def hopper_gradients_kernel(
     loader = LoaderArgs(
         q_desc=q_desc, k_desc=k_desc, do_desc=do_desc, e_desc=e_desc, y_desc=y_desc,
         e_low_desc=e_low_desc, y_low_desc=y_low_desc,
-        before_desc=before_desc, after_desc=after_desc, slot=slot, HV=HV, chunk=chunk, tiles=tiles, barriers=barriers,
+        before_desc=before_desc, after_desc=after_desc, slot=slot, HV=HV,
+        chunk=chunk, tiles=tiles, barriers=barriers,
     )  # fmt: skip
     queries = QueriesArgs(
         chunk=chunk, tiles=tiles, sums=sums, barriers=barriers,
