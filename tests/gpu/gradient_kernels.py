@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 import sluice
 from sluice.backends.hopper import gradients
@@ -19,7 +20,9 @@ CALLS = [
     USUAL.of(name="no decay", decay=None),
 ]
 SPILLS = {"norm": 168, "norm, raw gates, packed": 160, "no norm": 272, "no decay": 0}
-"""Bytes of stack per thread beside 240 registers, with Triton 3.9 and bfloat16. Mostly places of
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    SPILLS = {"norm": 224, "norm, raw gates, packed": 240, "no norm": 128, "no decay": 0}
+"""Bytes of stack per thread beside 240 registers, the most of bfloat16 and float16. Mostly places of
 tiles and tokens; without norm some 25 numbers of N and H, stored and loaded once per head."""
 
 

@@ -60,7 +60,8 @@ class Chunk:
     head_k: gl.tensor  # the key head, which is the query head too
     heads_k: gl.tensor  # how many there are
     stages: gl.tensor  # of the ring of tiles
-    is_hard: gl.tensor | gl.constexpr  # whether low terms are read; None: there are none
+    is_hard: gl.tensor  # whether low terms are read
+    LOWS: gl.constexpr  # whether there are any
 
 
 @aggregate

@@ -108,7 +108,7 @@ def hopper_gradients_kernel(
         count = count * 0
     slot = row // C + seq
     stages = count * 0 + STAGES
-    is_hard = None
+    is_hard = count < 0
     if hard_ptr is not None:
         hard_at = hard_ptr + (head_k * heads).to(gl.int64) * (tokens // C + N) + slot
         is_hard = gl.load(hard_at, mask=count > 0, other=0) != 0
@@ -132,7 +132,7 @@ def hopper_gradients_kernel(
     barriers = allocate_barriers()
     chunk = Chunk(
         row=row, count=count, tokens=tokens, first_head=head_k * heads, heads=heads,
-        head_k=head_k, heads_k=HK, stages=stages, is_hard=is_hard,
+        head_k=head_k, heads_k=HK, stages=stages, is_hard=is_hard, LOWS=hard_ptr is not None,
     )  # fmt: skip
     loader = LoaderArgs(
         q_desc=q_desc, k_desc=k_desc, do_desc=do_desc, e_desc=e_desc, y_desc=y_desc,

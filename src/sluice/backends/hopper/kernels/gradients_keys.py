@@ -89,7 +89,7 @@ def run_keys(args):
             dk_1 = multiply_pairs(dk_1, n_smem, h_smem, q_smem, k_smem, 1)
             free_head(barriers, first, stage)
             stage, phase = advance(stage, phase, chunk.stages)
-            if chunk.is_hard is not None:
+            if chunk.LOWS:
                 if chunk.is_hard:
                     mbarrier.arrive(barriers.low_free, count=1)
             if DECAY:
@@ -121,7 +121,7 @@ def use_states(
     write = multiply_state(tiles, first, second, E, DSTATE, half)
     read = multiply_state(tiles, first, second, Y, STATE, half)
     write, read = warpgroup_mma_wait(0, deps=[write, read])
-    if args.chunk.is_hard is not None:
+    if args.chunk.LOWS:
         if args.chunk.is_hard:
             mbarrier.wait(args.barriers.low_ready, head & 1)
             dS = key_columns(state_of(tiles, first, DSTATE), half)

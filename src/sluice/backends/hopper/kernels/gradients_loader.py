@@ -30,7 +30,7 @@ def run_loader(args):
                 at = [chunk.row, column]
                 async_load(args.q_desc, at, barriers.keys_loaded, args.tiles.qk.index(0))
                 async_load(args.k_desc, at, barriers.keys_loaded, args.tiles.qk.index(1))
-            if chunk.is_hard is not None:
+            if chunk.LOWS:
                 if chunk.is_hard & (half % 2 == 0):
                     copy_low(args, half // 2)
             stage, phase = advance(stage, phase, chunk.stages)

@@ -68,7 +68,7 @@ def run_queries(args):
             decay_q = per_token(args.decay_q_ptr, of_head, chunk.count, by_row)
             first, stage, phase = wait_for_head(barriers, stage, phase, chunk.stages)
             n, h = multiply_errors(tiles, first, stage)
-            if chunk.is_hard is not None:
+            if chunk.LOWS:
                 if chunk.is_hard:
                     mbarrier.wait(barriers.low_ready, head & 1)
                     n, h = add_low(tiles, n, h, first, stage, nothing)
@@ -106,7 +106,7 @@ def run_queries(args):
                 barrier()
                 mbarrier.arrive(barriers.asked_ready, count=1)
             dq_0, dq_1 = warpgroup_mma_wait(0, deps=[dq_0, dq_1])
-            if chunk.is_hard is not None:
+            if chunk.LOWS:
                 if chunk.is_hard:
                     low = gl.convert_layout(n - high.to(gl.float32), left_operand(C))
                     low = low.to(k_smem.dtype)
