@@ -22,8 +22,8 @@ CALLS = [
 SPILLS = {"norm": 168, "norm, raw gates, packed": 160, "no norm": 272, "no decay": 0}
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
     SPILLS = {"norm": 224, "norm, raw gates, packed": 240, "no norm": 128, "no decay": 0}
-"""Bytes of stack per thread beside 240 registers, the most of bfloat16 and float16. Mostly places of
-tiles and tokens; without norm some 25 numbers of N and H, stored and loaded once per head."""
+"""Bytes of stack per thread beside 240 registers, the most of bfloat16 and float16. Mostly places
+of tiles and tokens; without norm some 25 numbers of N and H, stored and loaded once per head."""
 
 
 def kernel_call(call: Call, dtype: torch.dtype) -> KernelCall:
