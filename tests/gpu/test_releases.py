@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
@@ -26,7 +27,7 @@ from sluice.backends import cuda_driver
 from sluice.backends import triton as portable
 from sluice.backends.triton import compiler, interpreted, launch, prefill, variants
 from sluice.backends.triton.arguments import KernelCall
-from tests.gpu import gluon_kernels, prefill_kernels
+from tests.gpu import gluon_kernels, gradient_kernels, prefill_kernels
 from tests.gpu.calls import by_name
 from tests.gpu.cross import (
     DEVICE,
@@ -102,9 +103,10 @@ def prefill_calls(name: str, target: str) -> Iterator[KernelCall]:
 
 
 def kernels_of(backend: str) -> set[str]:
-    """Every kernel in a backend's files; those of the backward are test_backward_compile.py's."""
+    """Every kernel in a backend's files; those of the backward are test_backward_compile.py's, and
+    test_hopper_gradients.py's."""
     files = (BACKENDS / backend / "kernels").glob("*.py")
-    files = (path for path in files if "backward" not in path.stem and path.stem != "parts")
+    files = (path for path in files if not re.search("backward|gradients|^parts$", path.stem))
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)
     functions = (node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
     return {f.name for f in functions if f.name.endswith("_kernel") and not f.name.startswith("_")}
@@ -161,6 +163,16 @@ def test_a_gluon_kernel_compiles_without_a_warning_and_fits(name):
     assert used.spills <= gluon_kernels.SPILLS.get(name, 64), used
     assert used.shared <= 1024 * SHARED["sm_90"], used
     assert gluon_kernels.hurried(compiled.asm["ptx"]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gluon_kernel_of_gradients_compiles_without_a_warning_and_fits(dtype):
+    """In float16 no chunk is hard."""
+    call = gradient_kernels.kernel_call(gradient_kernels.USUAL, dtype)
+    used = resources(compile_for(call, "sm_90"))
+    assert used.spills <= gradient_kernels.SPILLS[str(gradient_kernels.USUAL)], used
+    assert used.shared <= 1024 * SHARED["sm_90"], used
 
 
 BYTES = {"matrix": 128, "pointer": 8, "q": 8, "i": 4, "f": 4}

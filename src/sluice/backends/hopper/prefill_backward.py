@@ -1,12 +1,17 @@
-"""The backward of prefill on Hopper: Gluon walks between the chunk kernels of the Triton backend.
+"""The backward of prefill on Hopper: Gluon walks, and gradients in one Gluon kernel.
 
-Plan, workspace and all kernels but the walks are those of triton/prefill_backward.py.
+Plan, workspace and the kernels before the walks are those of triton/prefill_backward.py, and so are
+the kernels after them in float16, which need a power of two per chunk, and where query heads are not
+as many as key heads.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from sluice.backends.hopper import gradients
 from sluice.backends.hopper.kernels.sizes import COPY_WIDTH
 from sluice.backends.triton import gpu
 from sluice.backends.triton import prefill_backward as portable
@@ -30,7 +35,8 @@ def launches(spec: DeltaBackwardSpec) -> Launches:
 
 def planned_launches(spec: DeltaBackwardSpec, plan: portable.Plan) -> Launches:
     """The same by a given plan."""
-    return portable.planned_launches(spec, plan, walks)
+    fused = spec.dtype == torch.bfloat16 and gradients.refuse(spec) is None
+    return portable.planned_launches(spec, plan, walks, gradients.gradient_calls if fused else None)
 
 
 def plan_of(p: DeltaBackwardSpec) -> portable.Plan:

@@ -229,8 +229,17 @@ Walks = Callable[[DeltaBackwardSpec, Binding, Parts, Plan, dict[str, Any], int],
 kernels share, and the number of segments."""
 
 
-def planned_launches(spec: DeltaBackwardSpec, plan: Plan, walks: Walks | None = None) -> Launches:
-    """The same by a given plan; ``walks``: with these in place of Triton's."""
+Gradients = Callable[[DeltaBackwardSpec, Binding, Parts], list[KernelCall]]
+"""Makes the launches after the walks: of a spec, its memory and the workspace."""
+
+
+def planned_launches(
+    spec: DeltaBackwardSpec,
+    plan: Plan,
+    walks: Walks | None = None,
+    gradients: Gradients | None = None,
+) -> Launches:
+    """The same by a given plan; with other kernels in place of Triton's where they are given."""
     p, memory = spec, Binding(spec)
     exact = p.dtype == torch.float32
     split = 0 < plan.segment < p.T
@@ -309,7 +318,10 @@ def planned_launches(spec: DeltaBackwardSpec, plan: Plan, walks: Walks | None = 
         )
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
     calls += (walks or _walks)(p, memory, w, plan, sizes, segments)
-    calls += _gradients(p, memory, w, plan, sizes, units)
+    if gradients is None:
+        calls += _gradients(p, memory, w, plan, sizes, units)
+    else:
+        calls += gradients(p, memory, w)
     if w.by_gate is not None:
         calls.append(gate_sums(memory, w.by_gate, units, p.HV))
     return Launches(spec, memory, calls)

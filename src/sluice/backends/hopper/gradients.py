@@ -1,0 +1,94 @@
+"""The last kernel of the backward of prefill on Hopper: gradients of queries, keys and gates.
+
+It takes the place of three of Triton's kernels (``triton/prefill_backward.py``): pairs, queries and
+keys. Of their workspace it needs no P, N, H, nor sums by pair and by query.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
+from sluice.backends.triton.prefill_arguments import units_of
+from sluice.backends.triton.prefill_backward import Parts
+from sluice.contract.backward import DeltaBackwardSpec
+from sluice.contract.chunk_length import CHUNK
+
+GRADIENTS = Kernel("sluice.backends.hopper.kernels.gradients_kernel", "hopper_gradients_kernel")
+COLUMNS = 64  # value columns, and rows of a state, per copy
+
+
+def refuse(p: DeltaBackwardSpec) -> str | None:
+    """What the kernel does not do: Triton's three do it."""
+    limits = (
+        (p.dtype in (torch.bfloat16, torch.float16), f"bfloat16 or float16, not {p.dtype}"),
+        ((p.K, p.V) == (128, 128), f"K = V = 128, not {p.K} and {p.V}"),
+        (p.beta is not None, "the delta rule"),
+        (p.decay != "key", "decay per head, not per key"),
+        (p.HQ == p.HK, f"as many query heads as key heads, not {p.HQ} and {p.HK}"),
+        (p.HK <= p.HV, f"no more key heads than value heads, not {p.HK} and {p.HV}"),
+        (p.do is not None, "a gradient of the output"),
+        (p.N > 0 and p.T > 0, "at least one token"),
+    )
+    reason = next((text for ok, text in limits if not ok), None)
+    return None if reason is None else f"needs {reason}"
+
+
+def gradient_calls(p: DeltaBackwardSpec, memory: Binding, w: Parts) -> list[KernelCall]:
+    """The launch that makes dq, dk, dbeta and dg of what both walks left in the workspace."""
+    values = (p.B * p.T, p.HV * p.V), (p.HV * p.V, 1), (CHUNK, COLUMNS)
+    slots = p.B * p.T // CHUNK + p.N
+    states = (slots * p.HV * p.V, p.K), (p.K, 1), (COLUMNS, p.K)
+
+    def tiles(part: Pointer | None, of: tuple[tuple[int, int], ...]) -> Tiles | None:
+        return None if part is None else Tiles(part.source, part.dtype, *of)
+
+    arguments = {
+        "q_desc": _tokens(p, "q", p.K),
+        "k_desc": _tokens(p, "k", p.K),
+        "do_desc": _tokens(p, "do", COLUMNS),
+        "e_desc": tiles(w.e, values),
+        "y_desc": tiles(w.y, values),
+        "e_low_desc": tiles(w.e_low, values),
+        "y_low_desc": tiles(w.y_low, values),
+        "before_desc": tiles(w.before, states),
+        "after_desc": tiles(w.after, states),
+        "g_ptr": memory["g"] if p.raw_gates else None,
+        "A_log_ptr": memory.dense("A_log"),
+        "dt_bias_ptr": memory.dense("dt_bias"),
+        "hard_ptr": w.hard,
+        "beta32_ptr": w.beta32,
+        "g2_ptr": w.g2,
+        "decay_in_ptr": w.decay_in,
+        "decay_out_ptr": w.decay_out,
+        "decay_q_ptr": w.decay_q,
+        "r_k_ptr": w.r_k,
+        "r_q_ptr": w.r_q,
+        "dq_ptr": memory["dq"],
+        "dk_ptr": memory["dk"],
+        "dg_ptr": memory["dg"],
+        "dbeta_ptr": memory["dbeta"],
+        "by_gate_ptr": w.by_gate,
+        "cu_seqlens_ptr": memory.dense("cu_seqlens"),
+        "scale": p.q_scale,
+        "beta_scale": p.beta_scale,
+        "N": p.N,
+        "T": p.T,
+        "tokens": p.B * p.T,
+        "HK": p.HK,
+        "HV": p.HV,
+        **memory.strides("g", "bth"),
+        "K": p.K,
+        "V": p.V,
+        "RAW_BETA": p.raw_gates,
+    }
+    options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
+    programs = units_of(p, CHUNK, tail=True) * p.HK
+    return [KernelCall(GRADIENTS, programs, options, arguments)]
+
+
+def _tokens(p: DeltaBackwardSpec, name: str, width: int) -> Tiles:
+    """A tensor [B, T, heads, width of a head] as a matrix of tokens, in tiles of a chunk."""
+    meta = getattr(p, name)
+    shape = (p.B * p.T, meta.shape[2] * meta.shape[3])
+    return Tiles(name, meta.dtype, shape, (meta.strides[1], 1), (CHUNK, width))

@@ -1,0 +1,124 @@
+"""What both groups of hopper_gradients_kernel need: numbers per token, and the store of a gradient.
+
+They are loaded where they are used. The first load of a number brings its line into the L1 cache.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from sluice.backends.hopper.kernels.constants import COPY_WIDTH, C
+from sluice.backends.hopper.kernels.gluon_api import barrier
+from sluice.backends.hopper.kernels.gradients_args import advance
+from sluice.backends.hopper.kernels.layouts import accumulator
+
+# Tiles of a stage
+DO = gl.constexpr(0)
+E = gl.constexpr(1)
+Y = gl.constexpr(2)
+STATE = gl.constexpr(0)
+DSTATE = gl.constexpr(1)
+
+
+@gluon.jit
+def wait_for_head(barriers, stage, phase, stages):
+    """Wait for both stages of a head: the first, the second and its phase."""
+    mbarrier.wait(barriers.stage_ready.index(stage), phase)
+    second, phase = advance(stage, phase, stages)
+    mbarrier.wait(barriers.stage_ready.index(second), phase)
+    return stage, second, phase
+
+
+@gluon.jit
+def free_head(barriers, first, second):
+    """Tell the loader that this group has read both stages of a head."""
+    barrier()
+    mbarrier.arrive(barriers.stage_free.index(first), count=1)
+    mbarrier.arrive(barriers.stage_free.index(second), count=1)
+
+
+@gluon.jit
+def rows_of(tiles, stage, row: gl.constexpr):
+    """dO, E or Y [C, V / 2] of a stage."""
+    return tiles.rows.index(3 * stage + row)
+
+
+@gluon.jit
+def state_of(tiles, stage, state: gl.constexpr):
+    """S or dS [V / 2, K] of a stage."""
+    return tiles.states.index(2 * stage + state)
+
+
+@gluon.jit
+def key_columns(smem, half: gl.constexpr):
+    """Half of the key columns of a tile: products of 64 columns leave registers for the sums."""
+    return smem.slice(half * COPY_WIDTH, COPY_WIDTH, 1)
+
+
+@gluon.jit
+def multiply_state(
+    tiles, first, second, row: gl.constexpr, state: gl.constexpr, half: gl.constexpr
+):  # fmt: skip
+    """Start dO, E or Y [C, V] times half of the key columns of S or dS, both in two stages."""
+    x = gl.zeros([C, COPY_WIDTH], gl.float32, accumulator(COPY_WIDTH))
+    right = key_columns(state_of(tiles, first, state), half)
+    x = warpgroup_mma(rows_of(tiles, first, row), right, x, use_acc=False, is_async=True)
+    right = key_columns(state_of(tiles, second, state), half)
+    return warpgroup_mma(rows_of(tiles, second, row), right, x, is_async=True)
+
+
+@gluon.jit
+def per_token(ptr, at, count, layout: gl.constexpr):
+    """One number per token of a chunk, from ``at`` on; 0 after its ``count`` tokens."""
+    offs = gl.arange(0, C, layout)
+    return gl.load(ptr + at + offs, mask=offs < count, other=0.0)
+
+
+@gluon.jit
+def nothing_of(x):
+    """0 for x >= 0, which the compiler does not know.
+
+    As a part of the place of a tile it makes the compiler compute the descriptor of a product where
+    it is used. Else descriptors of all products would be kept in registers: from head to head, if
+    the place is the same for all heads, or from one half of the columns to the other.
+    """
+    return x >> 31
+
+
+@gluon.jit
+def square(columns_smem):
+    """Rows i and columns j of a product [C, C].
+
+    The columns are loaded: the compiler would keep computed ones, or masks that follow from them,
+    in registers from head to head.
+    """
+    layout: gl.constexpr = accumulator(C)
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    j = columns_smem.load(gl.SliceLayout(0, layout))
+    return gl.expand_dims(i, 1), gl.expand_dims(j, 0)
+
+
+@gluon.jit
+def load_keys(smem, half: gl.constexpr):
+    """Half of the key columns of Q or K, in float32."""
+    return key_columns(smem, half).load(accumulator(COPY_WIDTH)).to(gl.float32)
+
+
+@gluon.jit
+def store_gradient(ptr, dx_0, dx_1, x_smem, r_ptr, stride_r, count, stride_t):
+    """Store the gradient by x, of which ``dx`` is r times the one by x̂ = r x; in two halves."""
+    layout: gl.constexpr = accumulator(COPY_WIDTH)
+    rows = gl.arange(0, C, gl.SliceLayout(1, layout))
+    if r_ptr is not None:
+        r = gl.load(r_ptr + rows * stride_r, mask=rows < count, other=0.0)
+        along = gl.sum(dx_0 * load_keys(x_smem, 0), axis=1)
+        along = (along + gl.sum(dx_1 * load_keys(x_smem, 1), axis=1)) * r * r
+        dx_0 = dx_0 - load_keys(x_smem, 0) * gl.expand_dims(along, 1)
+        dx_1 = dx_1 - load_keys(x_smem, 1) * gl.expand_dims(along, 1)
+    columns = gl.expand_dims(gl.arange(0, COPY_WIDTH, gl.SliceLayout(0, layout)), 0)
+    at = gl.expand_dims(rows * stride_t, 1) + columns
+    mask = gl.expand_dims(rows < count, 1) & (columns < COPY_WIDTH)
+    gl.store(ptr + at, dx_0.to(ptr.dtype.element_ty), mask=mask)
+    gl.store(ptr + COPY_WIDTH + at, dx_1.to(ptr.dtype.element_ty), mask=mask)
