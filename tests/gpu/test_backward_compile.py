@@ -53,8 +53,14 @@ SPILLS = {
     "backward_keys_kernel": 536,
     "backward_inverse_kernel": 48,  # with Triton 3.9; 32 with 3.6
     "hopper_walk_kernel, hard": 208,
+    "hopper_gradients_kernel": 168,
 }
-SPILLS_ELSEWHERE = {"backward_inverse_kernel": 32, "backward_keys_kernel": 32}
+SPILLS_ELSEWHERE = {
+    "backward_inverse_kernel": 32,
+    "backward_keys_kernel": 32,
+    "backward_walk_kernel": 8,
+    "backward_walk_kernel, hard": 352,
+}
 """Bytes of stack per thread on Hopper, 32 where a kernel is not named, and on sm_89, 0 there."""
 USUAL = Call("usual", B=1, T=2048, K=128, V=128)
 PER_KEY = USUAL.of(name="per key", decay="key")
