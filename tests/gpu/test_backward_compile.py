@@ -47,7 +47,9 @@ pytestmark = [
 ]
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 SPILLS = {
-    "backward_walk_kernel, hard": 352,
+    "backward_states_kernel": 96,  # with Triton 3.6; 16 with 3.9
+    "backward_walk_kernel": 64,
+    "backward_walk_kernel, hard": 512,  # with Triton 3.6; 344 with 3.9
     "backward_pairs_kernel": 64,
     "backward_queries_kernel": 96,
     "backward_keys_kernel": 536,
