@@ -224,7 +224,9 @@ def test_an_interrupt_that_an_imported_module_catches_still_ends_the_program(tmp
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
     where = str(Path(sluice.__file__).parents[1])
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {where!r}]\n"
+    # a shell starts its background jobs with interrupts ignored, and children inherit that
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {where!r}]\n"
     code += "import sluice_command; sys.exit(sluice_command.main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor"], capture_output=True, text=True, check=False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,12 +14,15 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from sluice import calls, dispatch
 from sluice.backends import triton as portable
-from sluice.backends.triton import compiler, launch, variants
+from sluice.backends.triton import compiler, launch, triton_private, variants
 from sluice.layers import QwenShape
 from sluice.model_calls import ModelCalls
-from tests.gpu import fake_driver
+from tests.gpu import cross, fake_driver
 from tests.gpu.cross import bound, gpu_like
 
 pytestmark = pytest.mark.skipif(portable.interpreted(), reason="kernels have no signature there")
@@ -200,3 +205,34 @@ def test_dispatch_hands_each_call_to_the_backend_that_serves_it(monkeypatch):
     dispatch.compile(specs(1), (1, 2), lambda name, *_: told.append(name))
     assert heard == {"fast": ["step"], "slow": ["decode", "decode"]}
     assert told == ["fast", "slow"]
+
+
+@triton.jit
+def store_one(x_ptr):
+    """A kernel that takes no time to compile."""
+    tl.store(x_ptr, 1)
+
+
+def test_one_thread_at_a_time_reads_the_text_of_kernels(monkeypatch):
+    """Some releases of Python raise SystemError when two threads parse at once."""
+    parse, inside, most = type(store_one).parse, [], []
+
+    def watched(self: Any) -> Any:
+        inside.append(self)
+        most.append(len(inside))
+        time.sleep(0.02)  # another thread gets here now, if it may
+        try:
+            return parse(self)
+        finally:
+            inside.pop()
+
+    def compile_for(kind: str) -> None:
+        source = triton_private.source(store_one, {"x_ptr": kind}, {}, {})
+        triton.compile(source, target=cross.TARGETS["sm_80"])
+
+    monkeypatch.setattr(type(store_one), "parse", watched)
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_for, ("*fp32", "*i32", "*i64", "*fp64")))
+    assert len(most) >= 4
+    assert max(most) == 1

@@ -6,7 +6,8 @@
 - A kernel's ``params``: which are constants, and which the compiler must know nothing of. Without
   them nothing can be compiled ahead, and the backend says so (``unavailable``).
 - ``ASTSource`` and ``GluonASTSource``: a kernel and its types, for ``triton.compile``; how a TMA
-  descriptor's type is spelt.
+  descriptor's type is spelt. Their ``hash`` and ``make_ir`` read the kernel's text, one thread at a
+  time (``_one_at_a_time``).
 - ``target_info.current_target``: which GPU a kernel asks about while it is compiled. Replaced while
   one is compiled for a GPU that is absent.
 - ``get_ptxas_version``: which ptxas assembles for a GPU. Without it, any may.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,14 +144,38 @@ if getattr(_runtime, "interpret", False):
     _mend_masks()
 
 
+_reading = threading.RLock()
+
+
+@functools.cache
+def _one_at_a_time(base: Any) -> Any:
+    """A kind of source whose text one thread reads at a time.
+
+    Python 3.11 before 3.11.8 and 3.12 before 3.12.2 count the depth of syntax trees for all threads
+    together, and raise SystemError when two threads parse at once. What follows, LLVM and ptxas,
+    takes most of the time and runs side by side.
+    """
+
+    class Source(base):  # type: ignore[misc]
+        def hash(self) -> Any:
+            with _reading:
+                return super().hash()
+
+        def make_ir(self, *args: Any, **named: Any) -> Any:
+            with _reading:
+                return super().make_ir(*args, **named)
+
+    return Source
+
+
 def source(kernel: Any, signature: dict[str, str], constants: Any, attributes: Any) -> Any:
     """A kernel with the types of its parameters, as ``triton.compile`` takes it."""
-    make = ASTSource
+    base = ASTSource
     if getattr(kernel, "is_gluon", bool)():
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        make = GluonASTSource
-    return make(kernel, signature, constants, attributes)
+        base = GluonASTSource
+    return _one_at_a_time(base)(kernel, signature, constants, attributes)
 
 
 @contextlib.contextmanager
