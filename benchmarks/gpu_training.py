@@ -165,8 +165,7 @@ OPTIONS = (None, False, False, "vk")  # scale, normalize_qk, neg_eigval, state_l
 
 
 def backward(x: Inputs) -> None:
-    op = calls.BACKWARD["prefill_backward"]
-    calls.run(op, [*arguments(x), *[None] * 8], OPTIONS)
+    torch.ops.sluice.prefill_backward(*arguments(x), *OPTIONS, None)
 
 
 def own_rows(names: Sequence[str], with_kernels: bool) -> list[str]:

@@ -34,7 +34,7 @@ class HybridModel:
         ids, positions, self.slots = inputs
         self.positions, body, linear = positions, self.model.model, itertools.count()
         x = body.embed_tokens(ids)[:, None]
-        turns = body.rotary_emb(x, positions[:, None])
+        turns = body.rotary_emb(x, positions[None, :, None].expand(3, -1, -1))  # of text: all alike
         later = torch.arange(self.context, device=self.device) > positions[:, None]
         mask = x.new_zeros(later.shape).masked_fill(later, float("-inf"))[:, None, None]
         for layer in body.layers:

@@ -220,7 +220,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     args = parser.parse_args()
     if graphs := args.device.startswith("cuda") and not args.eager:
-        torch.cuda.set_device(args.device)  # graphs are captured on the current device
+        # graphs are captured on the current device
+        torch.cuda.set_device(torch.device(args.device).index or 0)
     model = load(args.model, args.device)
     prompts = make_prompts(model, args.prompts, 160)
     context = max(map(len, prompts)) + args.tokens
