@@ -4,7 +4,7 @@ python benchmarks/gpu_training.py            # one line per shape, checked befor
 python benchmarks/gpu_training.py --kernels  # and microseconds of each kernel of the backward
 python benchmarks/gpu_training.py --plans    # each kernel of the backward, cut in other ways
 python benchmarks/gpu_training.py --peers    # FLA and FlashQLA where they are installed and run
-python benchmarks/gpu_training.py --backend hopper  # any of these, on this backend alone
+python benchmarks/gpu_training.py --backend triton  # any of these, on this backend alone
 
 Gradients are compared with those of the chunked backward in float64: what is off by more than
 LIMIT is not timed. Queries and keys come with length one, as in what FlashQLA publishes.
@@ -328,7 +328,7 @@ def run(chosen: argparse.Namespace) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if chosen.plans:
         for name in chosen.shapes:
-            plans(name, chosen.backend or "triton")
+            plans(name, chosen.backend or "hopper")
     elif chosen.peers:
         peer_rows(chosen.shapes)
     else:

@@ -78,22 +78,6 @@ def test_the_first_that_takes_the_call_serves_it(install):
     assert sluice.explain("rms_norm_gated", *[torch.ones(4)] * 3).chosen == "fast"
 
 
-def test_a_backend_may_serve_only_programs_that_name_it(install):
-    """Kernels that no GPU has run yet: no warning tells of them, ``explain`` does."""
-    fake = _fake(mark=3.0)
-    fake.reserved = lambda spec: "has not run on a GPU yet"
-    install(fast=fake)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _norm()[0, 0] != 3.0
-        assert _norm(backend="fast")[0, 0] == 3.0
-        with sluice.use_backend("fast"):
-            assert _norm()[0, 0] == 3.0
-    x = torch.ones(2, 4)
-    said = str(sluice.explain("rms_norm_gated", x, x, torch.ones(4)))
-    assert "fast: has not run on a GPU yet" in said
-
-
 def test_backend_names_the_one_that_serves(install):
     install(fast=_fake(1.0), slow=_fake(2.0))
     assert _norm(backend="slow")[0, 0] == 2.0

@@ -210,8 +210,6 @@ def explain(
         reason = refusal(name, spec, misplaced)
         if backend is not None and name != backend:
             reason = f"not asked for (backend={backend!r})"
-        elif backend is None and reason is None:
-            reason = _reserved(name, spec)
         if reason is not None:
             refusals.append((name, reason))
         elif chosen is None:
@@ -261,12 +259,6 @@ def refusal(name: str, spec: Spec, misplaced: Sequence[str] = ()) -> str | None:
             if tensor in misplaced:
                 return f"needs {tensor} to begin at a multiple of 16 bytes"
     return reason
-
-
-def _reserved(name: str, spec: Spec) -> str | None:
-    """Why a backend serves ``spec`` only in programs that name it; None if it always does."""
-    say: Callable[[Spec], str | None] = getattr(_module(name), "reserved", lambda _: None)
-    return say(spec)
 
 
 def _aligned(module: ModuleType, spec: Spec) -> Sequence[str]:
@@ -344,14 +336,13 @@ def _warn_once(op: str, text: str) -> None:
 def _meant_for(name: str, spec: Spec) -> bool:
     """Whether a refusal is worth a warning: the backend has this operator for this device.
 
-    What cannot even be imported is always worth one; what is served on request never is.
+    What cannot even be imported is always worth one.
     """
     try:
         module = _module(name)
     except Exception:
         return True
-    has = spec.op in module.OPS and spec.device.type in module.DEVICES
-    return has and _reserved(name, spec) is None
+    return spec.op in module.OPS and spec.device.type in module.DEVICES
 
 
 def _depth() -> int:

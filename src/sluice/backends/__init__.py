@@ -21,8 +21,6 @@ and may define
 - ``CHECKS_VALUES``: True if launches on a CPU check values themselves;
 - ``compile(specs, share, progress)``: compile every kernel that these calls, and such calls of any
   size, may need; of share (i, n) every n-th, from the i-th on;
-- ``reserved(spec)``: None, or why a call that it does not refuse is served only in programs that
-  name the backend;
 - ``untried()``: None, or what the backend has never run with (a release of a compiler). ``doctor``
   then binds a call, to see whether the kernels compile and load.
 

@@ -28,8 +28,6 @@ OPS = {
     "resume": "transitions",
     "prefill_backward": "prefill_backward",
 }
-UNSEEN = ("prefill_backward",)
-"""Operators whose kernels have run in the emulator alone (docs/kernels/emulator.md)."""
 ALIGNED = ("q", "k", "v", "out", "do", "dv")
 OLDEST = (3, 6)
 """The first release of Triton whose Gluon has what the kernels use."""
@@ -72,13 +70,6 @@ def compile(
 
     with _trial():
         launch.compile_and_load(portable.kernel_calls(__name__, OPS, specs), share, progress)
-
-
-def reserved(spec: Spec) -> str | None:
-    """Why a call is served only in programs that name this backend."""
-    if spec.op in UNSEEN:
-        return "has not run on a GPU yet; backend='hopper' asks for it"
-    return None
 
 
 def unavailable() -> str | None:
