@@ -1,0 +1,220 @@
+"""Prefill of many head counts and mixes of lengths beside FlashInfer, by a CUDA graph and eager.
+
+    PYTHONPATH=src:DIR:DIR/nvidia_cutlass_dsl/dsl_packages python benchmarks/gpu_prefill.py
+
+Where FlashInfer is not installed, only sluice is timed. A process per head count compiles and
+checks its rows, all at the same time; then they time them one after another. Outputs and final
+states are compared with the ``chunked`` backend in float32, and what is off is not timed. Sides
+take turns; medians. ``--heads 16/32 8/16`` and ``--lengths 8x1024`` choose rows.
+"""
+# ruff: noqa: T201 (a table on the terminal)
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sluice
+from sluice.bench.machine import conditions
+
+HEADS = ("2/8", "16/32", "16/64", "16/16", "8/16", "8/24", "16/48", "4/16", "4/8", "1/4")
+FIFTEEN = ("2/8", "16/32", "16/64")
+LENGTHS = {
+    "32768": [32768],
+    "8192": [8192],
+    "2048": [2048],
+    "8x4096": [4096] * 8,
+    "8x1024": [1024] * 8,
+    "16x512": [512] * 16,
+    "64x128": [128] * 64,
+    "ragged": [5000, 17, 1, 900, 2048, 333, 64, 3000, 129, 700],
+}
+OF_FIFTEEN = tuple(LENGTHS)[:5]
+LIMIT = 1e-2
+ROUNDS = 9
+
+
+def drawn(hk: int, hv: int, lengths: list[int]) -> dict[str, Tensor]:
+    gen, tokens = torch.Generator("cuda").manual_seed(0), sum(lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, device="cuda")
+
+    q, k = (torch.nn.functional.normalize(normal(1, tokens, hk, 128), dim=-1) for _ in range(2))
+    bounds = list(itertools.accumulate(lengths, initial=0))
+    return {
+        "q": q.bfloat16(), "k": k.bfloat16(), "v": normal(1, tokens, hv, 128).bfloat16(),
+        "g": -0.05 * normal(1, tokens, hv).abs(), "beta": normal(1, tokens, hv).sigmoid(),
+        "state": 0.1 * normal(len(lengths), hv, 128, 128),
+        "cu_seqlens": torch.tensor(bounds, device="cuda", dtype=torch.int32),
+    }  # fmt: skip
+
+
+Run = Callable[[Tensor], Tensor]  # writes the final state into the pool that it is given
+
+
+def own(x: dict[str, Tensor]) -> Run:
+    call = {name: y for name, y in x.items() if name != "state"}
+    return lambda pool: sluice.prefill(**call, state=pool)[0]
+
+
+def flashinfer(x: dict[str, Tensor], longest: int) -> Run:
+    chunk = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+    q, k, v, g, beta = (x[name][0] for name in ("q", "k", "v", "g", "beta"))
+    alpha, slots = g.exp(), torch.arange(x["state"].shape[0], device="cuda", dtype=torch.int32)
+
+    def run(pool: Tensor) -> Tensor:
+        return chunk(
+            q, k, v, alpha, beta, initial_state=pool, output_state=pool, state_indices=slots,
+            output_final_state=True, cu_seqlens=x["cu_seqlens"], max_seqlen=longest,
+            output=torch.empty_like(v),
+        )[0][None]  # fmt: skip
+
+    return run
+
+
+def wrong(run: Run, x: dict[str, Tensor], wanted: tuple[Tensor, Tensor]) -> str | None:
+    """What is off, or None."""
+    pool = x["state"].clone()
+    found = run(pool), pool
+    for name, a, b in zip(("o", "state"), found, wanted, strict=True):
+        off = float((a.float() - b).norm() / b.norm())
+        if not off <= LIMIT:
+            return f"{name} off by {off:.1e}"
+    return None
+
+
+def exact(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    pool = x["state"].clone()
+    call = {n: y if n == "cu_seqlens" else y.float() for n, y in x.items() if n != "state"}
+    o, _ = sluice.prefill(**call, state=pool, backend="chunked")
+    return o, pool
+
+
+def timed(runs: dict[str, Run], x: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Microseconds by a graph, and of one eager call with the host's part, of each side."""
+    pool = x["state"].clone()
+    graphs = {}
+    for name, run in runs.items():
+        for _ in range(2):
+            run(pool)
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            run(pool)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    eager: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            begin.record()
+            for _ in range(3):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1000 / 3)
+            start = time.perf_counter()
+            runs[name](pool)
+            torch.cuda.synchronize()
+            eager[name].append((time.perf_counter() - start) * 1e6)
+    return {n: (statistics.median(times[n]), statistics.median(eager[n])) for n in runs}
+
+
+def child(heads: str, lengths: list[str], lock: Path) -> None:
+    """The rows of one head count: compiled and checked, then, alone, timed."""
+    hk, hv = map(int, heads.split("/"))
+    ready = []
+    for name in lengths:
+        x = drawn(hk, hv, LENGTHS[name])
+        wanted = exact(x)
+        sides, notes = {"sluice": own(x)}, {}
+        try:
+            sides["FlashInfer"] = flashinfer(x, max(LENGTHS[name]))
+        except ImportError as error:
+            notes["FlashInfer"] = str(error)
+        for side, run in list(sides.items()):
+            try:
+                notes[side] = wrong(run, x, wanted)
+            except Exception as error:
+                notes[side] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            if notes[side]:
+                del sides[side]
+        ready.append((name, x, sides, {s: n for s, n in notes.items() if n}))
+    print("ready", flush=True)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for name, x, sides, notes in ready:
+            row = {"heads": heads, "lengths": name, "times": timed(sides, x), "notes": notes}
+            print(json.dumps(row), flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    print("| heads | lengths | sluice | FlashInfer | ratio | eager: sluice | FlashInfer | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    ratios: dict[str, list[float]] = {"all rows": [], "the fifteen": [], "eager": []}
+    for row in rows:
+        cells = [row["heads"], row["lengths"]]
+        for i in range(2):
+            ours, theirs = (row["times"].get(n, (None, None))[i] for n in ("sluice", "FlashInfer"))
+            ratio = ours / theirs if ours and theirs else None
+            cells += ["-" if t is None else f"{t:.1f}" for t in (ours, theirs)]
+            cells.append("-" if ratio is None else f"{ratio:.2f}")
+            if ratio is None:
+                continue
+            ratios["eager" if i else "all rows"].append(ratio)
+            if not i and row["heads"] in FIFTEEN and row["lengths"] in OF_FIFTEEN:
+                ratios["the fifteen"].append(ratio)
+        notes = "; ".join(f"{side}: {note}" for side, note in row["notes"].items())
+        print(f"| {' | '.join(cells)} |" + (f" {notes}" if notes else ""))
+    for name, found in ratios.items():
+        if found:
+            mean = math.exp(statistics.mean(map(math.log, found)))
+            behind = sum(r > 1 for r in found)
+            print(f"{name}: geometric mean {mean:.3f}, behind in {behind} of {len(found)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", nargs="*", default=list(HEADS))
+    parser.add_argument("--lengths", nargs="*", default=list(LENGTHS))
+    parser.add_argument("--child", metavar="LOCK", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        with torch.no_grad():
+            child(given.heads[0], given.lengths, Path(given.child))
+        return
+    for name, value in conditions(torch.device("cuda"), torch.get_num_threads()).items():
+        print(f"{name}: {value}")
+    began, children = time.monotonic(), []
+    with tempfile.NamedTemporaryFile() as lock, Path(lock.name).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # nobody times while others compile
+        for heads in given.heads:
+            line = [sys.executable, __file__, "--heads", heads, "--lengths", *given.lengths]
+            line += ["--child", lock.name]
+            children.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
+        for started in children:
+            started.stdout.readline()  # it is ready, or it has ended
+        fcntl.flock(held, fcntl.LOCK_UN)
+        rows = [json.loads(y) for c in children for y in c.stdout]
+    table(rows)
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
