@@ -53,6 +53,30 @@ def unit_span(unit, cu_seqlens_ptr, N, T, size):
 
 
 @gluon.jit
+def counted_span(unit, cu_seqlens_ptr, N, T, size):
+    """The same by one warp, which looks at 128 sequences at a time: few loads wait for others."""
+    if cu_seqlens_ptr is None:
+        return unit_span(unit, None, N, T, size)
+    else:
+        ways: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        i = gl.arange(0, 128, ways) + 1
+        low = unit * 0
+        high = low + N
+        while low < high:
+            step = (high - low + 127) // 128
+            at = low + i * step
+            inside = at <= high
+            at = gl.minimum(at, high)
+            first = gl.load(cu_seqlens_ptr + at).to(gl.int32) // size + at
+            low += gl.sum((inside & (first <= unit)).to(gl.int32), axis=0) * step
+            high = gl.minimum(high, low + step - 1)
+        start = gl.load(cu_seqlens_ptr + low).to(gl.int32)
+        end = gl.load(cu_seqlens_ptr + gl.minimum(low + 1, N)).to(gl.int32)
+        end = gl.where(low < N, end, T)
+        return low, start, unit - (start // size + low), end
+
+
+@gluon.jit
 def tail_span(tail, cu_seqlens_ptr, positions_ptr, every, T, M):
     """The sequence of a checkpoint's tail, its first token and its end.
 
