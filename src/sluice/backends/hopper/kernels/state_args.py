@@ -124,6 +124,8 @@ class PlannerArgs:
     write_slots_ptr: gl.tensor | gl.constexpr
     has_state_ptr: gl.tensor | gl.constexpr
     hard_ptr: gl.tensor
+    state_ptr: gl.tensor
+    stride_state_p: gl.tensor | gl.constexpr
     taken_ptr: gl.tensor
     number: gl.tensor  # of items, of all programs
     N: gl.tensor

@@ -51,7 +51,6 @@ from sluice.backends.hopper.kernels.state_items import (
     LIVE,
     RING,
     ROW,
-    RUN,
     SEGMENT,
     SEQ,
     SOURCE,
@@ -59,7 +58,9 @@ from sluice.backends.hopper.kernels.state_items import (
     TOKENS,
     VALUES,
     WRITE,
-    count_ordinary,
+    first_mark,
+    first_run,
+    load_marks,
     wait_item,
     word,
 )
@@ -133,11 +134,11 @@ def run_state(args, sizes, GROUP: gl.constexpr):
                 slot = slot_ahead(saves, saved, border >= 0)
             while chunk < chunks:
                 if chunk == 0:
-                    run = word(items, n, RUN, 4)
+                    run = first_run(items, n)
                 else:
                     head_k = word(items, n, HEAD_K, 4).to(gl.int64)
                     hard_ptr = args.hard_ptr + head_k * args.stride_gates_h + row
-                    run = count_ordinary(hard_ptr + chunk * C, chunks - chunk, 4)
+                    run = first_mark(load_marks(hard_ptr + chunk * C, chunks - chunk, 4), 4)
                 if saves.TAILS:
                     keep_states(saves, S, chunk, first_v, sizes)
                     run = gl.minimum(run, next_border(saves, chunk) - chunk)

@@ -50,7 +50,8 @@ class Items:
     """The ring, and its mbarriers by place unless stated."""
 
     words: gl.shared_memory_descriptor  # [RING * WORDS, 1]
-    ready: gl.shared_memory_descriptor  # planner: the words are stored
+    ready: gl.shared_memory_descriptor  # planner: the words but RUN are stored
+    counted: gl.shared_memory_descriptor  # planner: RUN is stored
     free: gl.shared_memory_descriptor  # every state group: it is done with the item
     asked: gl.shared_memory_descriptor  # one; loader: it is at the last chunk of its item
 
@@ -61,13 +62,15 @@ def allocate_items(GROUPS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     words = gl.allocate_shared_memory(gl.int32, [RING * WORDS, 1], layout)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    counted = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     asked = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(RING):
         mbarrier.init(ready.index(place), count=1)
+        mbarrier.init(counted.index(place), count=1)
         mbarrier.init(free.index(place), count=GROUPS)
     mbarrier.init(asked.index(0), count=1)
-    return Items(words, ready, free, asked)
+    return Items(words, ready, counted, free, asked)
 
 
 @gluon.jit
@@ -92,8 +95,15 @@ def put(smem, x):
 
 @gluon.jit
 def wait_item(items, n):
-    """Wait for the program's n-th item."""
+    """Wait for the program's n-th item, all but RUN."""
     mbarrier.wait(items.ready.index(n % RING), n // RING % 2)
+
+
+@gluon.jit
+def first_run(items, n):
+    """Wait for RUN of the program's n-th item."""
+    mbarrier.wait(items.counted.index(n % RING), n // RING % 2)
+    return word(items, n, RUN, 4)
 
 
 @gluon.jit
@@ -169,7 +179,7 @@ def write_item(args, sizes, number, n):
     flags |= gl.where(write, WRITE, 0) | gl.where(is_split, IS_SPLIT, 0)
     flags |= gl.where(block < BLOCKS_V, VALUES, 0)  # the later blocks make transitions
     hard_ptr = args.hard_ptr + head_k.to(gl.int64) * args.stride_gates_h + row
-    run = count_ordinary(hard_ptr, gl.where(live, gl.cdiv(tokens, C), 0), 1)
+    marks = load_marks(hard_ptr, gl.where(live, gl.cdiv(tokens, C), 0), 1)
 
     at = n % RING * WORDS
     words = args.items.words
@@ -186,18 +196,48 @@ def write_item(args, sizes, number, n):
     if args.SPLIT:
         before = gl.where(segment > 0, unit - 1, unit + (end - start - 1) // args.segment_size)
         put(words.index(at + SEGMENT), before)
-    put(words.index(at + RUN), run)
     put(words.index(at + SEQ), seq)
     put(words.index(at + BEFORE), row - start)
     barrier()
     mbarrier.arrive(args.items.ready.index(n % RING), count=1)
+    put(words.index(at + RUN), first_mark(marks, 1))  # the loader has no use for it
+    barrier()
+    mbarrier.arrive(args.items.counted.index(n % RING), count=1)
+    if sizes.OUTPUT:
+        if (n > 0) & has_source:
+            state_ptr = args.state_ptr + head_v * (sizes.V * sizes.K)
+            state_ptr += source * args.stride_state_p
+            prefetch_state(state_ptr, block % BLOCKS_V * BLOCK_V, BLOCK_V, sizes)
 
 
 @gluon.jit
-def count_ordinary(hard_ptr, chunks, WARPS: gl.constexpr):
-    """How many chunks from this one on are not hard, up to 256."""
+def prefetch_state(state_ptr, first_v, BLOCK_V: gl.constexpr, sizes):
+    """Bring the item's columns of a state into the L2 cache; one warp."""
+    LINE: gl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for first in range(0, BLOCK_V * sizes.K // LINE, 128):
+        line = first + gl.arange(0, 128, layout)
+        if sizes.STATE_KV:
+            row = line // (BLOCK_V // LINE)
+            at = row * sizes.V + line % (BLOCK_V // LINE) * LINE + first_v
+        else:
+            at = first_v * sizes.K + line * LINE
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l", [state_ptr + at], gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_marks(hard_ptr, chunks, WARPS: gl.constexpr):
+    """Whether a chunk is hard, for the next 256; so are those after the last."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])  # the same in each warp
     number = gl.arange(0, 256, layout)
-    on = number < chunks
-    hard = gl.load(hard_ptr + number * C, mask=on, other=1)
-    return gl.min(gl.where(hard != 0, number, 256), axis=0)
+    return gl.load(hard_ptr + number * C, mask=number < chunks, other=1)
+
+
+@gluon.jit
+def first_mark(marks, WARPS: gl.constexpr):
+    """The number of the first hard chunk, or 256."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    return gl.min(gl.where(marks != 0, gl.arange(0, 256, layout), 256), axis=0)
