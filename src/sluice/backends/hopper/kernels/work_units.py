@@ -54,16 +54,16 @@ def unit_span(unit, cu_seqlens_ptr, N, T, size):
 
 @gluon.jit
 def counted_span(unit, cu_seqlens_ptr, N, T, size):
-    """The same by one warp, which looks at 128 sequences at a time: few loads wait for others."""
+    """The same by one warp, which looks at 32 sequences at a time: few loads wait for others."""
     if cu_seqlens_ptr is None:
         return unit_span(unit, None, N, T, size)
     else:
         ways: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        i = gl.arange(0, 128, ways) + 1
+        i = gl.arange(0, 32, ways) + 1
         low = unit * 0
         high = low + N
         while low < high:
-            step = (high - low + 127) // 128
+            step = (high - low + 31) // 32
             at = low + i * step
             inside = at <= high
             at = gl.minimum(at, high)
