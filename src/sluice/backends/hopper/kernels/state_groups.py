@@ -68,28 +68,12 @@ from sluice.backends.hopper.kernels.state_items import (
 
 @gluon.jit
 def run_state(args, sizes, GROUP: gl.constexpr):
-    """Take 64 value columns of a state through all tokens of each of the program's items."""
-    K: gl.constexpr = sizes.K
-    GROUPS: gl.constexpr = sizes.GROUPS
+    """Take 64 value columns of a state through each of the program's items."""
     OUTPUT: gl.constexpr = sizes.OUTPUT
     TAILS: gl.constexpr = args.saves.TAILS
-    AT_BORDERS: gl.constexpr = args.saves.slots_ptr is not None and not TAILS
     # Whether registers have room for the next state while this one is stored
     AHEAD: gl.constexpr = OUTPUT and args.segments_ptr is None and not TAILS
-    tiles = args.tiles
-    factors = args.factors
-    barriers = args.barriers
     items = args.items
-    dtype: gl.constexpr = tiles.kq.dtype
-    acc_c: gl.constexpr = accumulator(C)
-    acc_k: gl.constexpr = accumulator(K)
-    left_c: gl.constexpr = left_operand(C)
-    left_k: gl.constexpr = left_operand(K)
-    zero = gl.zeros([GROUP_V, C], gl.float32, acc_c)
-    zero_uo = zero
-    if OUTPUT:
-        zero_uo = gl.zeros([GROUP_V, 2 * C], gl.float32, acc_k)
-
     gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
     if GROUP == 0:
         gdc_launch_dependents()
@@ -102,165 +86,12 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     if AHEAD:
         S = load_state(args, n, sizes, GROUP)
     while tokens >= 0:
-        live = (word(items, n, FLAGS, 4) & LIVE) != 0
-        row = word(items, n, ROW, 4)
-        head_v = word(items, n, HEAD_V, 4)
-        first_v = word(items, n, FIRST_V, 4) + GROUP * GROUP_V
-        column_v = head_v * sizes.V + first_v
-        has_values = live
-        if not OUTPUT:
-            values = (word(items, n, FLAGS, 4) & VALUES) // VALUES
-            has_values = gl.arange(0, C, gl.SliceLayout(0, acc_c)) < values * C
-            has_values = gl.expand_dims(has_values, 0)
         if not AHEAD:
             S = load_state(args, n, sizes, GROUP)
-        if OUTPUT and not live:
-            for t in range(0, tokens, C):
-                o_ptr = args.o_ptr + column_v
-                store_output(o_ptr, zero.to(dtype), row + t, tokens - t, args.stride_o_t)
-        if live:
-            chunks = gl.cdiv(tokens, C)
-            chunk = 0
-            saves = checkpoints_of(
-                args.saves,
-                word(items, n, SEQ, 4),
-                word(items, n, BEFORE, 4),
-                tokens,
-                head_v,
-                sizes.V * K,
-            )
-            if AT_BORDERS:
-                saved, border = first_saved(saves)
-                slot = slot_ahead(saves, saved, border >= 0)
-            while chunk < chunks:
-                if chunk == 0:
-                    run = first_run(items, n)
-                else:
-                    head_k = word(items, n, HEAD_K, 4).to(gl.int64)
-                    hard_ptr = args.hard_ptr + head_k * args.stride_gates_h + row
-                    run = first_mark(load_marks(hard_ptr + chunk * C, chunks - chunk, 4), 4)
-                if saves.TAILS:
-                    keep_states(saves, S, chunk, first_v, sizes)
-                    run = gl.minimum(run, next_border(saves, chunk) - chunk)
-                mbarrier.wait(barriers.tiles_ready.index(stage), phase)
-                mbarrier.wait(barriers.qkg_ready.index(stage), phase)
-                if run == 0:
-                    S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
-                    barrier()
-                    mbarrier.arrive(barriers.stage_free.index(stage), count=1)
-                    if OUTPUT:
-                        first = row + chunk * C
-                        count = tokens - chunk * C
-                        store_output(args.o_ptr + column_v, o.to(dtype), first, count, args.stride_o_t)
-                    chunk += 1
-                    if AT_BORDERS:
-                        saved, border, slot = keep_state(
-                            saves, S, chunk, saved, border, slot, first_v, sizes
-                        )
-                    stage, phase = advance(stage, phase, sizes.STAGES)
-                else:
-                    s_left = gl.convert_layout(S, left_c).to(dtype)
-                    kq_t = tiles.kq.index(stage).permute((1, 0))
-                    u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False)  # with OUTPUT: U and Q S
-                    v = load_values(tiles.v.index(stage * GROUPS + GROUP), has_values, OUTPUT)
-                    v = v * per_token(factors.beta, stage)
-                    beta_decay_in = per_token(factors.beta_decay_in, stage)
-                    for i in range(run):
-                        if GROUPS == 2:  # in turns: one computes while the other has the tensor cores
-                            mine = barriers.turn.index(GROUP)
-                            number = turns + i
-                            mbarrier.wait(mine, (number + 1 - GROUP) % 2, pred=number >= 1 - GROUP)
-                        if OUTPUT:
-                            u, o = split_uo(u)
-                        w = v - u * beta_decay_in
-                        w_left = gl.convert_layout(w, left_c).to(dtype)
-                        ag_t = tiles.ag.index(stage).permute((1, 0))
-                        d = warpgroup_mma(w_left, ag_t, zero, use_acc=False, is_async=True)
-                        decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, acc_k))
-                        S = S * gl.expand_dims(decay_all, 1)
-                        decay_out = per_token(factors.decay_out, stage)
-                        next_stage = stage + 1
-                        if next_stage == sizes.STAGES:
-                            next_stage = 0
-                            phase = phase ^ 1
-                        d = warpgroup_mma_wait(0, deps=[d])
-                        d_k = gl.convert_layout(d * decay_out, left_k).to(dtype)
-                        k_smem = tiles.kq.index(stage).slice(0, C, 0)
-                        # The chain waits for the state. A group alone issues its product first and has
-                        # registers for the output's after it. With two groups, issue the output first:
-                        # registers cannot hold both.
-                        if GROUPS == 1:
-                            S = warpgroup_mma(d_k, k_smem, S, is_async=True)
-                        if OUTPUT:
-                            d_left, up, down = to_float16(d)
-                            o = o * per_token(factors.qs_up, stage) * up
-                            qkg_t = tiles.qkg.index(stage).permute((1, 0))
-                            o = warpgroup_mma(d_left, qkg_t, o, is_async=True)
-                        if GROUPS == 2:
-                            S = warpgroup_mma(d_k, k_smem, S, is_async=True)
-                            mbarrier.arrive(barriers.turn.index(1 - GROUP), count=1)
-                            if OUTPUT:
-                                o = warpgroup_mma_wait(1, deps=[o])
-                                o = o * per_token(factors.o_down, stage) * down
-                                stage_output(o, tiles.o, GROUP)
-                            S = warpgroup_mma_wait(0, deps=[S])
-                        elif OUTPUT:
-                            S = warpgroup_mma_wait(1, deps=[S])
-                        else:
-                            S = warpgroup_mma_wait(0, deps=[S])
-                        # Round S again for each chunk: the compiler would unpack and repack 16-bit
-                        # pairs that a loop carries.
-                        s_left = gl.convert_layout(S, left_c).to(dtype)
-                        mbarrier.wait(barriers.tiles_ready.index(next_stage), phase, pred=i + 1 < run)
-                        kq_t = tiles.kq.index(next_stage).permute((1, 0))
-                        u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False, is_async=True)
-                        # Meanwhile: checkpoints, the output, the next chunk's values and factors.
-                        if AT_BORDERS:
-                            saved, border, slot = keep_state(
-                                saves, S, chunk + i + 1, saved, border, slot, first_v, sizes
-                            )
-                        if OUTPUT and GROUPS == 1:
-                            o = warpgroup_mma_wait(1, deps=[o])
-                            o = o * per_token(factors.o_down, stage) * down
-                            stage_output(o, tiles.o, GROUP)
-                        barrier()
-                        mbarrier.arrive(barriers.stage_free.index(stage), count=1)
-                        if OUTPUT:
-                            t = row + (chunk + i) * C
-                            o_smem = tiles.o.index(GROUP)
-                            async_store(args.o_desc, [t, column_v], o_smem)
-                        v = load_values(tiles.v.index(next_stage * GROUPS + GROUP), has_values, OUTPUT)
-                        mbarrier.wait(barriers.qkg_ready.index(next_stage), phase, pred=i + 1 < run)
-                        if GROUPS == 1:
-                            v = v * per_token(factors.beta, next_stage)
-                            beta_decay_in = per_token(factors.beta_decay_in, next_stage)
-                        u = warpgroup_mma_wait(0, deps=[u])
-                        if GROUPS == 2:  # there were no registers for it before
-                            v = v * per_token(factors.beta, next_stage)
-                            beta_decay_in = per_token(factors.beta_decay_in, next_stage)
-                        stage = next_stage
-                    chunk += run
-                    turns += run
-            if TAILS:
-                keep_states(saves, S, chunk, first_v, sizes)
-                put_state(args, n, S, sizes, GROUP)
-                begin, stop = candidates(saves, 0, tokens)
-                for j in range(begin, stop):
-                    border, count = tail_of(saves, j)
-                    if count > 0:
-                        saved_ptr, kept = slot_of(saves, j)
-                        border_ptr = waiting_at(saves, j, saved_ptr)
-                        nothing = gl.minimum(count, 0)
-                        at = state_offsets(first_v + nothing, K, sizes.V, sizes.STATE_KV)
-                        S = gl.load(border_ptr + at, mask=(at >= 0) & kept, other=0.0)
-                        mbarrier.wait(barriers.tiles_ready.index(stage), phase)
-                        mbarrier.wait(barriers.qkg_ready.index(stage), phase)
-                        S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
-                        barrier()
-                        mbarrier.arrive(barriers.stage_free.index(stage), count=1)
-                        if kept:
-                            store_state(saved_ptr, S, first_v + nothing, sizes)
-                        stage, phase = advance(stage, phase, sizes.STAGES)
+        if (word(items, n, FLAGS, 4) & LIVE) != 0:
+            S, turns, stage, phase = run_item(args, sizes, n, S, tokens, turns, stage, phase, GROUP)
+        elif OUTPUT:
+            store_zeros(args, sizes, n, tokens, GROUP)
         wait_item(items, n + 1)
         if AHEAD:
             S_next = load_state(args, n + 1, sizes, GROUP)
@@ -274,6 +105,187 @@ def run_state(args, sizes, GROUP: gl.constexpr):
         n += 1
     if OUTPUT:
         tma.store_wait(0)
+
+
+@gluon.jit
+def run_item(args, sizes, n, S, tokens, turns, stage, phase, GROUP: gl.constexpr):
+    """Take the state through the tokens of the program's n-th item.
+
+    Returns it, and how far turns, stages and phases went on.
+    """
+    K: gl.constexpr = sizes.K
+    GROUPS: gl.constexpr = sizes.GROUPS
+    OUTPUT: gl.constexpr = sizes.OUTPUT
+    TAILS: gl.constexpr = args.saves.TAILS
+    AT_BORDERS: gl.constexpr = args.saves.slots_ptr is not None and not TAILS
+    tiles = args.tiles
+    factors = args.factors
+    barriers = args.barriers
+    items = args.items
+    dtype: gl.constexpr = tiles.kq.dtype
+    acc_c: gl.constexpr = accumulator(C)
+    acc_k: gl.constexpr = accumulator(K)
+    left_c: gl.constexpr = left_operand(C)
+    left_k: gl.constexpr = left_operand(K)
+    zero = gl.zeros([GROUP_V, C], gl.float32, acc_c)
+    zero_uo = zero
+    if OUTPUT:
+        zero_uo = gl.zeros([GROUP_V, 2 * C], gl.float32, acc_k)
+    row = word(items, n, ROW, 4)
+    head_v = word(items, n, HEAD_V, 4)
+    first_v = word(items, n, FIRST_V, 4) + GROUP * GROUP_V
+    column_v = head_v * sizes.V + first_v
+    values = (word(items, n, FLAGS, 4) & VALUES) // VALUES
+    has_values = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, acc_c)) < values * C, 0)
+    chunks = gl.cdiv(tokens, C)
+    chunk = 0
+    seq = word(items, n, SEQ, 4)
+    before = word(items, n, BEFORE, 4)
+    saves = checkpoints_of(args.saves, seq, before, tokens, head_v, sizes.V * K)
+    if AT_BORDERS:
+        saved, border = first_saved(saves)
+        slot = slot_ahead(saves, saved, border >= 0)
+    while chunk < chunks:
+        if chunk == 0:
+            run = first_run(items, n)
+        else:
+            head_k = word(items, n, HEAD_K, 4).to(gl.int64)
+            hard_ptr = args.hard_ptr + head_k * args.stride_gates_h + row
+            run = first_mark(load_marks(hard_ptr + chunk * C, chunks - chunk, 4), 4)
+        if saves.TAILS:
+            keep_states(saves, S, chunk, first_v, sizes)
+            run = gl.minimum(run, next_border(saves, chunk) - chunk)
+        mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+        mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+        if run == 0:
+            S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+            barrier()
+            mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+            if OUTPUT:
+                first = row + chunk * C
+                count = tokens - chunk * C
+                store_output(args.o_ptr + column_v, o.to(dtype), first, count, args.stride_o_t)
+            chunk += 1
+            if AT_BORDERS:
+                saved, border, slot = keep_state(
+                    saves, S, chunk, saved, border, slot, first_v, sizes
+                )
+            stage, phase = advance(stage, phase, sizes.STAGES)
+        else:
+            s_left = gl.convert_layout(S, left_c).to(dtype)
+            kq_t = tiles.kq.index(stage).permute((1, 0))
+            u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False)  # with OUTPUT: U and Q S
+            v = load_values(tiles.v.index(stage * GROUPS + GROUP), has_values, OUTPUT)
+            v = v * per_token(factors.beta, stage)
+            beta_decay_in = per_token(factors.beta_decay_in, stage)
+            for i in range(run):
+                if GROUPS == 2:  # in turns: one computes while the other has the tensor cores
+                    mine = barriers.turn.index(GROUP)
+                    number = turns + i
+                    mbarrier.wait(mine, (number + 1 - GROUP) % 2, pred=number >= 1 - GROUP)
+                if OUTPUT:
+                    u, o = split_uo(u)
+                w = v - u * beta_decay_in
+                w_left = gl.convert_layout(w, left_c).to(dtype)
+                ag_t = tiles.ag.index(stage).permute((1, 0))
+                d = warpgroup_mma(w_left, ag_t, zero, use_acc=False, is_async=True)
+                decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, acc_k))
+                S = S * gl.expand_dims(decay_all, 1)
+                decay_out = per_token(factors.decay_out, stage)
+                next_stage = stage + 1
+                if next_stage == sizes.STAGES:
+                    next_stage = 0
+                    phase = phase ^ 1
+                d = warpgroup_mma_wait(0, deps=[d])
+                d_k = gl.convert_layout(d * decay_out, left_k).to(dtype)
+                k_smem = tiles.kq.index(stage).slice(0, C, 0)
+                # The chain waits for the state. A group alone issues its product first and has
+                # registers for the output's after it. With two groups, issue the output first:
+                # registers cannot hold both.
+                if GROUPS == 1:
+                    S = warpgroup_mma(d_k, k_smem, S, is_async=True)
+                if OUTPUT:
+                    d_left, up, down = to_float16(d)
+                    o = o * per_token(factors.qs_up, stage) * up
+                    qkg_t = tiles.qkg.index(stage).permute((1, 0))
+                    o = warpgroup_mma(d_left, qkg_t, o, is_async=True)
+                if GROUPS == 2:
+                    S = warpgroup_mma(d_k, k_smem, S, is_async=True)
+                    mbarrier.arrive(barriers.turn.index(1 - GROUP), count=1)
+                    if OUTPUT:
+                        o = warpgroup_mma_wait(1, deps=[o])
+                        o = o * per_token(factors.o_down, stage) * down
+                        stage_output(o, tiles.o, GROUP)
+                    S = warpgroup_mma_wait(0, deps=[S])
+                elif OUTPUT:
+                    S = warpgroup_mma_wait(1, deps=[S])
+                else:
+                    S = warpgroup_mma_wait(0, deps=[S])
+                # Round S again for each chunk: the compiler would unpack and repack 16-bit
+                # pairs that a loop carries.
+                s_left = gl.convert_layout(S, left_c).to(dtype)
+                mbarrier.wait(barriers.tiles_ready.index(next_stage), phase, pred=i + 1 < run)
+                kq_t = tiles.kq.index(next_stage).permute((1, 0))
+                u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False, is_async=True)
+                # Meanwhile: checkpoints, the output, the next chunk's values and factors.
+                if AT_BORDERS:
+                    saved, border, slot = keep_state(
+                        saves, S, chunk + i + 1, saved, border, slot, first_v, sizes
+                    )
+                if OUTPUT and GROUPS == 1:
+                    o = warpgroup_mma_wait(1, deps=[o])
+                    o = o * per_token(factors.o_down, stage) * down
+                    stage_output(o, tiles.o, GROUP)
+                barrier()
+                mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                if OUTPUT:
+                    t = row + (chunk + i) * C
+                    o_smem = tiles.o.index(GROUP)
+                    async_store(args.o_desc, [t, column_v], o_smem)
+                v = load_values(tiles.v.index(next_stage * GROUPS + GROUP), has_values, OUTPUT)
+                mbarrier.wait(barriers.qkg_ready.index(next_stage), phase, pred=i + 1 < run)
+                if GROUPS == 1:
+                    v = v * per_token(factors.beta, next_stage)
+                    beta_decay_in = per_token(factors.beta_decay_in, next_stage)
+                u = warpgroup_mma_wait(0, deps=[u])
+                if GROUPS == 2:  # there were no registers for it before
+                    v = v * per_token(factors.beta, next_stage)
+                    beta_decay_in = per_token(factors.beta_decay_in, next_stage)
+                stage = next_stage
+            chunk += run
+            turns += run
+    if TAILS:
+        keep_states(saves, S, chunk, first_v, sizes)
+        put_state(args, n, S, sizes, GROUP)
+        begin, stop = candidates(saves, 0, tokens)
+        for j in range(begin, stop):
+            border, count = tail_of(saves, j)
+            if count > 0:
+                saved_ptr, kept = slot_of(saves, j)
+                border_ptr = waiting_at(saves, j, saved_ptr)
+                nothing = gl.minimum(count, 0)
+                at = state_offsets(first_v + nothing, K, sizes.V, sizes.STATE_KV)
+                S = gl.load(border_ptr + at, mask=(at >= 0) & kept, other=0.0)
+                mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+                mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+                S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+                barrier()
+                mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                if kept:
+                    store_state(saved_ptr, S, first_v + nothing, sizes)
+                stage, phase = advance(stage, phase, sizes.STAGES)
+    return S, turns, stage, phase
+
+
+@gluon.jit
+def store_zeros(args, sizes, n, tokens, GROUP: gl.constexpr):
+    """The output of an item whose sequence has no slot."""
+    row = word(args.items, n, ROW, 4)
+    column_v = word(args.items, n, HEAD_V, 4) * sizes.V + word(args.items, n, FIRST_V, 4)
+    o_ptr = args.o_ptr + column_v + GROUP * GROUP_V
+    zero = gl.zeros([GROUP_V, C], args.tiles.kq.dtype, accumulator(C))
+    for t in range(0, tokens, C):
+        store_output(o_ptr, zero, row + t, tokens - t, args.stride_o_t)
 
 
 @gluon.jit

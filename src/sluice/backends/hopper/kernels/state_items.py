@@ -11,6 +11,8 @@ while another has none left. Which program makes an item changes no bit of it. A
 the loader comes to the last chunk of the one before, so a program never keeps one waiting for long.
 """
 
+# ruff: noqa: SIM102 (constexpr branches stay apart)
+
 from __future__ import annotations
 
 from triton.experimental import gluon

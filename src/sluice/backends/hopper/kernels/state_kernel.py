@@ -130,7 +130,8 @@ def hopper_state_kernel(
     planner = PlannerArgs(
         cu_seqlens_ptr=cu_seqlens_ptr, slots_ptr=slots_ptr, write_slots_ptr=write_slots_ptr,
         has_state_ptr=has_state_ptr, hard_ptr=hard_ptr, state_ptr=state_ptr,
-        stride_state_p=stride_state_p, taken_ptr=taken_ptr, number=number, N=N, T=T, HV=HV, R_Q=R_Q, R_K=R_K, pad_slot=pad_slot,
+        stride_state_p=stride_state_p, taken_ptr=taken_ptr, number=number,
+        N=N, T=T, HV=HV, R_Q=R_Q, R_K=R_K, pad_slot=pad_slot,
         segment_size=segment_size, stride_gates_h=stride_gates_h, items=items,
         SPLIT=segments_ptr is not None, EVERY=EVERY,
     )  # fmt: skip

@@ -5,6 +5,8 @@ on, which is enough for any length, so the host never needs to know the lengths.
 Triton's functions, so the search stands here once more (``triton/kernels/work_units.py``).
 """
 
+# ruff: noqa: RET505 (constexpr branches stay if/else)
+
 from __future__ import annotations
 
 from triton.experimental import gluon
