@@ -35,10 +35,14 @@ BLOCK_V, one chunk of a segment's effect, one join, one more launch."""
 
 
 class Plan(NamedTuple):
-    """How a call is cut: tokens per segment (0: none is split), value columns per program."""
+    """How a call is cut: tokens per segment (0: none is split), value columns per program.
+
+    ``programs``: the most programs of the serial half. None: one per SM; 0: one per item.
+    """
 
     segment: int
     BLOCK_V: int
+    programs: int | None = None
 
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
@@ -117,6 +121,7 @@ class Parts(NamedTuple):
     g2: Pointer | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
     r_k: Pointer | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
     hard: Pointer  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
+    taken: Pointer  # [1] int32: items that programs of the serial half took after their first
 
 
 def has_tails(p: DeltaSpec) -> bool:
@@ -145,6 +150,7 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
         g2=None if p.g is None else memory.scratch("ws.g2", p.HV, tokens),
         r_k=memory.scratch("ws.r_k", p.HK, tokens) if p.normalize_qk else None,
         hard=memory.scratch("ws.hard", p.HK, tokens, dtype=torch.int8),
+        taken=memory.scratch("ws.taken", 1, dtype=torch.int32),
     )
 
 
@@ -167,6 +173,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
+        taken_ptr=parts.taken,
         o_ptr=memory[_out(p)],
         cu_seqlens_ptr=memory.dense("cu_seqlens"),
         checkpoint_positions_ptr=saves["checkpoint_positions_ptr"] if with_tails else None,
@@ -211,9 +218,11 @@ def states_call(
     if output and tails(p) and p.state_dtype != torch.float32:
         waiting = memory.scratch("ws.waiting", tails(p), p.HV, p.V, p.K)
     blocks = p.V // plan.BLOCK_V + (0 if output else p.K // plan.BLOCK_V)
+    number = units_of(p, segment, tail=False) * p.HV * blocks
+    programs = gpu.processors(p.device) if plan.programs is None else plan.programs
     return _call(
         STATE,
-        units_of(p, segment, tail=False) * p.HV * blocks,
+        min(number, programs or number),
         q_desc=_tiles(p, "q", COPY_WIDTH),
         k_desc=_tiles(p, "k", COPY_WIDTH),
         v_desc=_tiles(p, "v", COPY_WIDTH),
@@ -230,6 +239,7 @@ def states_call(
         g2_ptr=parts.g2,
         r_k_ptr=parts.r_k,
         hard_ptr=parts.hard,
+        taken_ptr=parts.taken,
         segments_ptr=segments,
         **pool(p, memory),
         write_slots_ptr=memory.dense("write_slots"),
@@ -237,6 +247,7 @@ def states_call(
         **saves,
         waiting_ptr=waiting,
         scale=p.q_scale,
+        number=number,
         N=p.N,
         T=p.T,
         segment_size=segment,

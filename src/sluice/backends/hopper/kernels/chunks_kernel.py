@@ -74,6 +74,7 @@ def hopper_chunks_kernel(
     g2_ptr,  # [HV, B * T] float32: γ in powers of two; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths of the keys; None without norm
     hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
+    taken_ptr,  # [1] int32: the counter of hopper_state_kernel, set to zero
     o_ptr,  # [B * T, HV * V]: zeros for tokens after the last sequence
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
     checkpoint_positions_ptr,  # [N, M]; None without tails, or after every ``every`` tokens
@@ -113,6 +114,8 @@ def hopper_chunks_kernel(
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
     gdc_launch_dependents()
     pid = gl.program_id(0)
+    if pid == 0:
+        gl.store(taken_ptr, 0)
     group = pid % (HK // KH)
     unit = pid // (HK // KH)
     if TAILS:

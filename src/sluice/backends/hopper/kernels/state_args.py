@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from sluice.backends.hopper.kernels.gluon_api import aggregate
-from sluice.backends.hopper.kernels.state_checkpoints import Checkpoints
+from sluice.backends.hopper.kernels.state_checkpoints import PoolCheckpoints
+from sluice.backends.hopper.kernels.state_items import Items
 
 
 @aggregate
@@ -35,6 +36,7 @@ class Tiles:
     ag: gl.shared_memory_descriptor  # [C, C]
     qkg: gl.shared_memory_descriptor  # [C, C] float16, rows scaled; unused without OUTPUT
     o: gl.shared_memory_descriptor  # [C, 64], by group; unused without OUTPUT
+    left: gl.shared_memory_descriptor  # int32: the chunk's tokens; 0 after the last chunk
 
 
 @aggregate
@@ -70,37 +72,28 @@ class StateArgs:
     tiles: Tiles
     factors: Factors
     barriers: Barriers
+    items: Items
     o_desc: tma.tensor_descriptor
     o_ptr: gl.tensor
-    source_ptr: gl.tensor  # the state before the tokens
-    has_source: gl.tensor  # else: zeros
-    segments_ptr: gl.tensor | gl.constexpr  # the state before a segment; None without a split
-    is_split: gl.tensor
-    target_ptr: gl.tensor  # the state after the tokens
-    write: gl.tensor  # whether this program writes it
-    live: gl.tensor  # else: the sequence has no slot, and its output is zeros
-    row: gl.tensor  # first token
-    tokens: gl.tensor
-    column_v: gl.tensor  # of v and o
-    first_v: gl.tensor  # the same within the head
-    values: gl.tensor | gl.constexpr  # 1, or 0 for a segment's transition, which has no values
+    state_ptr: gl.tensor
+    stride_state_p: gl.tensor | gl.constexpr
+    segments_ptr: gl.tensor | gl.constexpr  # None without a split
+    HV: gl.tensor
     stride_o_t: gl.tensor | gl.constexpr
     hard_ptr: gl.tensor
-    saves: Checkpoints
+    stride_gates_h: gl.tensor
+    saves: PoolCheckpoints
 
 
 @aggregate
 class ProductsArgs:
     """Arguments of the warps that make QKg."""
 
-    row: gl.tensor
-    tokens: gl.tensor  # 0 for a sequence without a slot
     tiles: Tiles
     factors: Factors
     barriers: Barriers
     scale: gl.tensor
     NORMALIZE_QK: gl.constexpr
-    saves: Checkpoints
 
 
 @aggregate
@@ -111,20 +104,41 @@ class LoaderArgs:
     k_desc: tma.tensor_descriptor
     v_desc: tma.tensor_descriptor
     ag_desc: tma.tensor_descriptor
-    row: gl.tensor
-    tokens: gl.tensor  # 0 for a sequence without a slot
-    column_q: gl.tensor
-    column_k: gl.tensor
-    column_ag: gl.tensor
-    column_v: gl.tensor
-    has_values: gl.tensor | gl.constexpr  # False for a segment's transition
     beta32_ptr: gl.tensor
     g2_ptr: gl.tensor | gl.constexpr  # None without decay
     r_k_ptr: gl.tensor | gl.constexpr  # None without norm
+    stride_gates_h: gl.tensor
     tiles: Tiles
     factors: Factors
     barriers: Barriers
-    saves: Checkpoints
+    items: Items
+    saves: PoolCheckpoints
+
+
+@aggregate
+class PlannerArgs:
+    """Arguments of the warp that takes the program's next item."""
+
+    cu_seqlens_ptr: gl.tensor | gl.constexpr
+    slots_ptr: gl.tensor | gl.constexpr
+    write_slots_ptr: gl.tensor | gl.constexpr
+    has_state_ptr: gl.tensor | gl.constexpr
+    hard_ptr: gl.tensor
+    state_ptr: gl.tensor
+    stride_state_p: gl.tensor | gl.constexpr
+    taken_ptr: gl.tensor
+    number: gl.tensor  # of items, of all programs
+    N: gl.tensor
+    T: gl.tensor
+    HV: gl.tensor
+    R_Q: gl.tensor
+    R_K: gl.tensor
+    pad_slot: gl.tensor
+    segment_size: gl.tensor
+    stride_gates_h: gl.tensor
+    items: Items
+    SPLIT: gl.constexpr
+    EVERY: gl.constexpr
 
 
 @gluon.jit

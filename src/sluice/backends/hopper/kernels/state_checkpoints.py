@@ -22,14 +22,14 @@ from sluice.backends.hopper.kernels.gluon_api import aggregate
 
 @aggregate
 class Checkpoints:
-    """The checkpoints of one sequence, and the program's place in it. All None: there are none."""
+    """The checkpoints of one sequence, and an item's place in it. All None: there are none."""
 
     slots_ptr: gl.tensor | gl.constexpr  # [M]
     positions_ptr: gl.tensor | gl.constexpr  # [M]; None: after every ``every`` tokens
     every: gl.tensor | gl.constexpr
     number: gl.tensor | gl.constexpr  # M
-    before: gl.tensor | gl.constexpr  # tokens of the sequence before the program's first
-    tokens: gl.tensor | gl.constexpr  # of the program
+    before: gl.tensor | gl.constexpr  # tokens of the sequence before the item's first
+    tokens: gl.tensor | gl.constexpr  # of the item
     tail_row: gl.tensor | gl.constexpr  # where the sequence's tails begin in the workspace
     state_ptr: gl.tensor | gl.constexpr  # the head's states
     stride_state_p: gl.tensor | gl.constexpr
@@ -37,6 +37,52 @@ class Checkpoints:
     waiting_ptr: gl.tensor | gl.constexpr  # the head's waiting states; None: they wait in slots
     stride_waiting: gl.tensor | gl.constexpr
     TAILS: gl.constexpr  # whether there may be tails
+
+
+@aggregate
+class PoolCheckpoints:
+    """The checkpoints of all sequences. All None: there are none."""
+
+    slots_ptr: gl.tensor | gl.constexpr  # [N, M]
+    positions_ptr: gl.tensor | gl.constexpr  # [N, M]
+    every: gl.tensor | gl.constexpr
+    number: gl.tensor | gl.constexpr  # M
+    state_ptr: gl.tensor | gl.constexpr
+    stride_state_p: gl.tensor | gl.constexpr
+    pad_slot: gl.tensor | gl.constexpr
+    waiting_ptr: gl.tensor | gl.constexpr  # [N, M, HV, V, K]
+    HV: gl.tensor | gl.constexpr
+    N: gl.tensor | gl.constexpr
+    rows: gl.tensor | gl.constexpr  # of the workspace
+    TAILS: gl.constexpr
+
+
+@gluon.jit
+def checkpoints_of(saves, seq, before, tokens, head_v, VK: gl.constexpr):
+    """Those of one item. Offsets in int64: P * HV * V * K passes 2**31 at 4,096 slots."""
+    if saves.slots_ptr is None:
+        return Checkpoints(
+            None, None, None, None, None, None, None, None, None, None, None, None, False
+        )  # fmt: skip
+    else:
+        of = gl.minimum(seq, saves.N - 1).to(gl.int64) * saves.number
+        stride_waiting = saves.HV.to(gl.int64) * VK
+        if saves.positions_ptr is None:
+            positions_ptr: gl.constexpr = None
+        else:
+            positions_ptr = saves.positions_ptr + of
+        if saves.waiting_ptr is None:
+            waiting_ptr: gl.constexpr = None
+        else:
+            waiting_ptr = saves.waiting_ptr + of * stride_waiting + head_v * VK
+        return Checkpoints(
+            slots_ptr=saves.slots_ptr + of, positions_ptr=positions_ptr,
+            every=saves.every, number=saves.number, before=before, tokens=tokens,
+            tail_row=saves.rows - (saves.N - seq) * saves.number * C,
+            state_ptr=saves.state_ptr + head_v * VK, stride_state_p=saves.stride_state_p,
+            pad_slot=saves.pad_slot, waiting_ptr=waiting_ptr, stride_waiting=stride_waiting,
+            TAILS=saves.TAILS,
+        )  # fmt: skip
 
 
 @gluon.jit

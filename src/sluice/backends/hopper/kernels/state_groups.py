@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.kernels.constants import GROUP_V, C
 from sluice.backends.hopper.kernels.gluon_api import async_store, barrier, reinterpret
@@ -30,6 +31,7 @@ from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
 from sluice.backends.hopper.kernels.state_args import advance
 from sluice.backends.hopper.kernels.state_checkpoints import (
     candidates,
+    checkpoints_of,
     first_saved,
     next_border,
     slot_ahead,
@@ -38,18 +40,88 @@ from sluice.backends.hopper.kernels.state_checkpoints import (
     token_of,
     waiting_at,
 )
+from sluice.backends.hopper.kernels.state_items import (
+    BEFORE,
+    FIRST_V,
+    FLAGS,
+    HAS_SOURCE,
+    HEAD_K,
+    HEAD_V,
+    IS_SPLIT,
+    LIVE,
+    RING,
+    ROW,
+    SEGMENT,
+    SEQ,
+    SOURCE,
+    TARGET,
+    TOKENS,
+    VALUES,
+    WRITE,
+    first_mark,
+    first_run,
+    load_marks,
+    wait_item,
+    word,
+)
 
 
 @gluon.jit
 def run_state(args, sizes, GROUP: gl.constexpr):
-    """Take 64 value columns of a state through all tokens of the program."""
+    """Take 64 value columns of a state through each of the program's items."""
+    OUTPUT: gl.constexpr = sizes.OUTPUT
+    TAILS: gl.constexpr = args.saves.TAILS
+    # Whether registers have room for the next state while this one is stored
+    AHEAD: gl.constexpr = OUTPUT and args.segments_ptr is None and not TAILS
+    items = args.items
+    gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
+    if GROUP == 0:
+        gdc_launch_dependents()
+    n = 0
+    turns = 0
+    stage = 0
+    phase = 0
+    wait_item(items, n)
+    tokens = word(items, n, TOKENS, 4)
+    if AHEAD:
+        S = load_state(args, n, sizes, GROUP)
+    while tokens >= 0:
+        if not AHEAD:
+            S = load_state(args, n, sizes, GROUP)
+        if (word(items, n, FLAGS, 4) & LIVE) != 0:
+            S, turns, stage, phase = run_item(args, sizes, n, S, tokens, turns, stage, phase, GROUP)
+        elif OUTPUT:
+            store_zeros(args, sizes, n, tokens, GROUP)
+        wait_item(items, n + 1)
+        if AHEAD:
+            S_next = load_state(args, n + 1, sizes, GROUP)
+        if not TAILS:
+            put_state(args, n, S, sizes, GROUP)
+        if AHEAD:
+            S = S_next
+        tokens = word(items, n + 1, TOKENS, 4)
+        barrier()
+        mbarrier.arrive(items.free.index(n % RING), count=1)
+        n += 1
+    if OUTPUT:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def run_item(args, sizes, n, S, tokens, turns, stage, phase, GROUP: gl.constexpr):
+    """Take the state through the tokens of the program's n-th item.
+
+    Returns it, and how far turns, stages and phases went on.
+    """
     K: gl.constexpr = sizes.K
     GROUPS: gl.constexpr = sizes.GROUPS
     OUTPUT: gl.constexpr = sizes.OUTPUT
-    AT_BORDERS: gl.constexpr = args.saves.slots_ptr is not None and not args.saves.TAILS
+    TAILS: gl.constexpr = args.saves.TAILS
+    AT_BORDERS: gl.constexpr = args.saves.slots_ptr is not None and not TAILS
     tiles = args.tiles
     factors = args.factors
     barriers = args.barriers
+    items = args.items
     dtype: gl.constexpr = tiles.kq.dtype
     acc_c: gl.constexpr = accumulator(C)
     acc_k: gl.constexpr = accumulator(K)
@@ -59,157 +131,161 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     zero_uo = zero
     if OUTPUT:
         zero_uo = gl.zeros([GROUP_V, 2 * C], gl.float32, acc_k)
-    has_values = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, acc_c)) < args.values * C, 0)
-    column_v = args.column_v + GROUP * GROUP_V
-    first_v = args.first_v + GROUP * GROUP_V
-    row = args.row
-    tokens = args.tokens
-
-    if OUTPUT and not args.live:
-        for t in range(0, tokens, C):
-            o_ptr = args.o_ptr + column_v
-            store_output(o_ptr, zero.to(dtype), row + t, tokens - t, args.stride_o_t)
-    if args.live:
-        S = load_state(args, first_v, sizes)
-        chunks = gl.cdiv(tokens, C)
-        chunk = 0
-        turns = 0
-        stage = 0
-        phase = 0
-        if AT_BORDERS:
-            saved, border = first_saved(args.saves)
-            slot = slot_ahead(args.saves, saved, border >= 0)
-        while chunk < chunks:
-            run = count_ordinary(args.hard_ptr + row + chunk * C, chunks - chunk)
-            if args.saves.TAILS:
-                keep_states(args.saves, S, chunk, first_v, sizes)
-                run = gl.minimum(run, next_border(args.saves, chunk) - chunk)
-            mbarrier.wait(barriers.tiles_ready.index(stage), phase)
-            mbarrier.wait(barriers.qkg_ready.index(stage), phase)
-            if run == 0:
-                S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
-                barrier()
-                mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+    row = word(items, n, ROW, 4)
+    head_v = word(items, n, HEAD_V, 4)
+    first_v = word(items, n, FIRST_V, 4) + GROUP * GROUP_V
+    column_v = head_v * sizes.V + first_v
+    values = (word(items, n, FLAGS, 4) & VALUES) // VALUES
+    has_values = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, acc_c)) < values * C, 0)
+    chunks = gl.cdiv(tokens, C)
+    chunk = 0
+    seq = word(items, n, SEQ, 4)
+    before = word(items, n, BEFORE, 4)
+    saves = checkpoints_of(args.saves, seq, before, tokens, head_v, sizes.V * K)
+    if AT_BORDERS:
+        saved, border = first_saved(saves)
+        slot = slot_ahead(saves, saved, border >= 0)
+    while chunk < chunks:
+        if chunk == 0:
+            run = first_run(items, n)
+        else:
+            head_k = word(items, n, HEAD_K, 4).to(gl.int64)
+            hard_ptr = args.hard_ptr + head_k * args.stride_gates_h + row
+            run = first_mark(load_marks(hard_ptr + chunk * C, chunks - chunk, 4), 4)
+        if saves.TAILS:
+            keep_states(saves, S, chunk, first_v, sizes)
+            run = gl.minimum(run, next_border(saves, chunk) - chunk)
+        mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+        mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+        if run == 0:
+            S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+            barrier()
+            mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+            if OUTPUT:
+                first = row + chunk * C
+                count = tokens - chunk * C
+                store_output(args.o_ptr + column_v, o.to(dtype), first, count, args.stride_o_t)
+            chunk += 1
+            if AT_BORDERS:
+                saved, border, slot = keep_state(
+                    saves, S, chunk, saved, border, slot, first_v, sizes
+                )
+            stage, phase = advance(stage, phase, sizes.STAGES)
+        else:
+            s_left = gl.convert_layout(S, left_c).to(dtype)
+            kq_t = tiles.kq.index(stage).permute((1, 0))
+            u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False)  # with OUTPUT: U and Q S
+            v = load_values(tiles.v.index(stage * GROUPS + GROUP), has_values, OUTPUT)
+            v = v * per_token(factors.beta, stage)
+            beta_decay_in = per_token(factors.beta_decay_in, stage)
+            for i in range(run):
+                if GROUPS == 2:  # in turns: one computes while the other has the tensor cores
+                    mine = barriers.turn.index(GROUP)
+                    number = turns + i
+                    mbarrier.wait(mine, (number + 1 - GROUP) % 2, pred=number >= 1 - GROUP)
                 if OUTPUT:
-                    first = row + chunk * C
-                    count = tokens - chunk * C
-                    store_output(args.o_ptr + column_v, o.to(dtype), first, count, args.stride_o_t)
-                chunk += 1
-                if AT_BORDERS:
-                    saved, border, slot = keep_state(
-                        args.saves, S, chunk, saved, border, slot, first_v, sizes
-                    )
-                stage, phase = advance(stage, phase, sizes.STAGES)
-            else:
-                s_left = gl.convert_layout(S, left_c).to(dtype)
-                kq_t = tiles.kq.index(stage).permute((1, 0))
-                u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False)  # with OUTPUT: U and Q S
-                v = load_values(tiles.v.index(stage * GROUPS + GROUP), has_values, OUTPUT)
-                v = v * per_token(factors.beta, stage)
-                beta_decay_in = per_token(factors.beta_decay_in, stage)
-                for i in range(run):
-                    if GROUPS == 2:  # in turns: one computes while the other has the tensor cores
-                        mine = barriers.turn.index(GROUP)
-                        number = turns + i
-                        mbarrier.wait(mine, (number + 1 - GROUP) % 2, pred=number >= 1 - GROUP)
+                    u, o = split_uo(u)
+                w = v - u * beta_decay_in
+                w_left = gl.convert_layout(w, left_c).to(dtype)
+                ag_t = tiles.ag.index(stage).permute((1, 0))
+                d = warpgroup_mma(w_left, ag_t, zero, use_acc=False, is_async=True)
+                decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, acc_k))
+                S = S * gl.expand_dims(decay_all, 1)
+                decay_out = per_token(factors.decay_out, stage)
+                next_stage = stage + 1
+                if next_stage == sizes.STAGES:
+                    next_stage = 0
+                    phase = phase ^ 1
+                d = warpgroup_mma_wait(0, deps=[d])
+                d_k = gl.convert_layout(d * decay_out, left_k).to(dtype)
+                k_smem = tiles.kq.index(stage).slice(0, C, 0)
+                # The chain waits for the state. A group alone issues its product first and has
+                # registers for the output's after it. With two groups, issue the output first:
+                # registers cannot hold both.
+                if GROUPS == 1:
+                    S = warpgroup_mma(d_k, k_smem, S, is_async=True)
+                if OUTPUT:
+                    d_left, up, down = to_float16(d)
+                    o = o * per_token(factors.qs_up, stage) * up
+                    qkg_t = tiles.qkg.index(stage).permute((1, 0))
+                    o = warpgroup_mma(d_left, qkg_t, o, is_async=True)
+                if GROUPS == 2:
+                    S = warpgroup_mma(d_k, k_smem, S, is_async=True)
+                    mbarrier.arrive(barriers.turn.index(1 - GROUP), count=1)
                     if OUTPUT:
-                        u, o = split_uo(u)
-                    w = v - u * beta_decay_in
-                    w_left = gl.convert_layout(w, left_c).to(dtype)
-                    ag_t = tiles.ag.index(stage).permute((1, 0))
-                    d = warpgroup_mma(w_left, ag_t, zero, use_acc=False, is_async=True)
-                    decay_all = factors.decay_all.index(stage).load(gl.SliceLayout(1, acc_k))
-                    S = S * gl.expand_dims(decay_all, 1)
-                    decay_out = per_token(factors.decay_out, stage)
-                    next_stage = stage + 1
-                    if next_stage == sizes.STAGES:
-                        next_stage = 0
-                        phase = phase ^ 1
-                    d = warpgroup_mma_wait(0, deps=[d])
-                    d_k = gl.convert_layout(d * decay_out, left_k).to(dtype)
-                    k_smem = tiles.kq.index(stage).slice(0, C, 0)
-                    # The chain waits for the state. A group alone issues its product first and has
-                    # registers for the output's after it. With two groups, issue the output first:
-                    # registers cannot hold both.
-                    if GROUPS == 1:
-                        S = warpgroup_mma(d_k, k_smem, S, is_async=True)
-                    if OUTPUT:
-                        d_left, up, down = to_float16(d)
-                        o = o * per_token(factors.qs_up, stage) * up
-                        qkg_t = tiles.qkg.index(stage).permute((1, 0))
-                        o = warpgroup_mma(d_left, qkg_t, o, is_async=True)
-                    if GROUPS == 2:
-                        S = warpgroup_mma(d_k, k_smem, S, is_async=True)
-                        mbarrier.arrive(barriers.turn.index(1 - GROUP), count=1)
-                        if OUTPUT:
-                            o = warpgroup_mma_wait(1, deps=[o])
-                            o = o * per_token(factors.o_down, stage) * down
-                            stage_output(o, tiles.o, GROUP)
-                        S = warpgroup_mma_wait(0, deps=[S])
-                    elif OUTPUT:
-                        S = warpgroup_mma_wait(1, deps=[S])
-                    else:
-                        S = warpgroup_mma_wait(0, deps=[S])
-                    # Round S again for each chunk: the compiler would unpack and repack 16-bit
-                    # pairs that a loop carries.
-                    s_left = gl.convert_layout(S, left_c).to(dtype)
-                    mbarrier.wait(barriers.tiles_ready.index(next_stage), phase, pred=i + 1 < run)
-                    kq_t = tiles.kq.index(next_stage).permute((1, 0))
-                    u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False, is_async=True)
-                    # Meanwhile: checkpoints, the output, the next chunk's values and factors.
-                    if AT_BORDERS:
-                        saved, border, slot = keep_state(
-                            args.saves, S, chunk + i + 1, saved, border, slot, first_v, sizes
-                        )
-                    if OUTPUT and GROUPS == 1:
                         o = warpgroup_mma_wait(1, deps=[o])
                         o = o * per_token(factors.o_down, stage) * down
                         stage_output(o, tiles.o, GROUP)
-                    barrier()
-                    mbarrier.arrive(barriers.stage_free.index(stage), count=1)
-                    if OUTPUT:
-                        t = row + (chunk + i) * C
-                        o_smem = tiles.o.index(GROUP)
-                        async_store(args.o_desc, [t, column_v], o_smem)
-                    v = load_values(tiles.v.index(next_stage * GROUPS + GROUP), has_values, OUTPUT)
-                    mbarrier.wait(barriers.qkg_ready.index(next_stage), phase, pred=i + 1 < run)
-                    if GROUPS == 1:
-                        v = v * per_token(factors.beta, next_stage)
-                        beta_decay_in = per_token(factors.beta_decay_in, next_stage)
-                    u = warpgroup_mma_wait(0, deps=[u])
-                    if GROUPS == 2:  # there were no registers for it before
-                        v = v * per_token(factors.beta, next_stage)
-                        beta_decay_in = per_token(factors.beta_decay_in, next_stage)
-                    stage = next_stage
-                chunk += run
-                turns += run
-        if OUTPUT:
-            tma.store_wait(0)
-        if args.saves.TAILS:
-            keep_states(args.saves, S, chunk, first_v, sizes)
-        if args.write:
-            # The compiler cannot know that this is 0. If it did, it would keep the offsets of
-            # load_state through the loop, in half of the registers.
-            nothing = gl.minimum(tokens, 0)
-            store_state(args.target_ptr, S, first_v + nothing, sizes)
-        if args.saves.TAILS:
-            begin, stop = candidates(args.saves, 0, tokens)
-            for j in range(begin, stop):
-                border, count = tail_of(args.saves, j)
-                if count > 0:
-                    saved_ptr, kept = slot_of(args.saves, j)
-                    border_ptr = waiting_at(args.saves, j, saved_ptr)
-                    nothing = gl.minimum(count, 0)
-                    at = state_offsets(first_v + nothing, K, sizes.V, sizes.STATE_KV)
-                    S = gl.load(border_ptr + at, mask=(at >= 0) & kept, other=0.0)
-                    mbarrier.wait(barriers.tiles_ready.index(stage), phase)
-                    mbarrier.wait(barriers.qkg_ready.index(stage), phase)
-                    S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
-                    barrier()
-                    mbarrier.arrive(barriers.stage_free.index(stage), count=1)
-                    if kept:
-                        store_state(saved_ptr, S, first_v + nothing, sizes)
-                    stage, phase = advance(stage, phase, sizes.STAGES)
+                    S = warpgroup_mma_wait(0, deps=[S])
+                elif OUTPUT:
+                    S = warpgroup_mma_wait(1, deps=[S])
+                else:
+                    S = warpgroup_mma_wait(0, deps=[S])
+                # Round S again for each chunk: the compiler would unpack and repack 16-bit
+                # pairs that a loop carries.
+                s_left = gl.convert_layout(S, left_c).to(dtype)
+                mbarrier.wait(barriers.tiles_ready.index(next_stage), phase, pred=i + 1 < run)
+                kq_t = tiles.kq.index(next_stage).permute((1, 0))
+                u = warpgroup_mma(s_left, kq_t, zero_uo, use_acc=False, is_async=True)
+                # Meanwhile: checkpoints, the output, the next chunk's values and factors.
+                if AT_BORDERS:
+                    saved, border, slot = keep_state(
+                        saves, S, chunk + i + 1, saved, border, slot, first_v, sizes
+                    )
+                if OUTPUT and GROUPS == 1:
+                    o = warpgroup_mma_wait(1, deps=[o])
+                    o = o * per_token(factors.o_down, stage) * down
+                    stage_output(o, tiles.o, GROUP)
+                barrier()
+                mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                if OUTPUT:
+                    t = row + (chunk + i) * C
+                    o_smem = tiles.o.index(GROUP)
+                    async_store(args.o_desc, [t, column_v], o_smem)
+                v = load_values(tiles.v.index(next_stage * GROUPS + GROUP), has_values, OUTPUT)
+                mbarrier.wait(barriers.qkg_ready.index(next_stage), phase, pred=i + 1 < run)
+                if GROUPS == 1:
+                    v = v * per_token(factors.beta, next_stage)
+                    beta_decay_in = per_token(factors.beta_decay_in, next_stage)
+                u = warpgroup_mma_wait(0, deps=[u])
+                if GROUPS == 2:  # there were no registers for it before
+                    v = v * per_token(factors.beta, next_stage)
+                    beta_decay_in = per_token(factors.beta_decay_in, next_stage)
+                stage = next_stage
+            chunk += run
+            turns += run
+    if TAILS:
+        keep_states(saves, S, chunk, first_v, sizes)
+        put_state(args, n, S, sizes, GROUP)
+        begin, stop = candidates(saves, 0, tokens)
+        for j in range(begin, stop):
+            border, count = tail_of(saves, j)
+            if count > 0:
+                saved_ptr, kept = slot_of(saves, j)
+                border_ptr = waiting_at(saves, j, saved_ptr)
+                nothing = gl.minimum(count, 0)
+                at = state_offsets(first_v + nothing, K, sizes.V, sizes.STATE_KV)
+                S = gl.load(border_ptr + at, mask=(at >= 0) & kept, other=0.0)
+                mbarrier.wait(barriers.tiles_ready.index(stage), phase)
+                mbarrier.wait(barriers.qkg_ready.index(stage), phase)
+                S, o = hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP)
+                barrier()
+                mbarrier.arrive(barriers.stage_free.index(stage), count=1)
+                if kept:
+                    store_state(saved_ptr, S, first_v + nothing, sizes)
+                stage, phase = advance(stage, phase, sizes.STAGES)
+    return S, turns, stage, phase
+
+
+@gluon.jit
+def store_zeros(args, sizes, n, tokens, GROUP: gl.constexpr):
+    """The output of an item whose sequence has no slot."""
+    row = word(args.items, n, ROW, 4)
+    column_v = word(args.items, n, HEAD_V, 4) * sizes.V + word(args.items, n, FIRST_V, 4)
+    o_ptr = args.o_ptr + column_v + GROUP * GROUP_V
+    zero = gl.zeros([GROUP_V, C], args.tiles.kq.dtype, accumulator(C))
+    for t in range(0, tokens, C):
+        store_output(o_ptr, zero, row + t, tokens - t, args.stride_o_t)
 
 
 @gluon.jit
@@ -221,7 +297,7 @@ def keep_state(saves, S, chunks, saved, border, slot, first_v, sizes):
     """
     here = (chunks == border) & (chunks * C <= saves.tokens)
     kept = here & (saved < saves.number) & (slot > saves.pad_slot)
-    nothing = gl.minimum(chunks, 0)  # see the end of run_state
+    nothing = gl.minimum(chunks, 0)  # see keep_states
     at = state_offsets(first_v + nothing, sizes.K, sizes.V, sizes.STATE_KV)
     target_ptr = saves.state_ptr + slot.to(gl.int64) * saves.stride_state_p
     mask = gl.full([GROUP_V, sizes.K], kept, gl.int1, accumulator(sizes.K))
@@ -240,7 +316,9 @@ def keep_states(saves, S, chunk, first_v, sizes):
         at = token_of(saves, j)
         if (at >= 0) & (at // C == chunk):
             saved_ptr, kept = slot_of(saves, j)
-            nothing = gl.minimum(chunk, 0)  # see the end of run_state
+            # The compiler cannot know that this is 0. If it did, it would keep the offsets of
+            # load_state through the loop, in half of the registers.
+            nothing = gl.minimum(chunk, 0)
             if kept & (at % C == 0):
                 store_state(saved_ptr, S, first_v + nothing, sizes)
             if kept & (at % C != 0):
@@ -291,16 +369,6 @@ def hard_chunk(S, args, sizes, stage, zero_uo, has_values, GROUP: gl.constexpr):
     S = warpgroup_mma(gl.convert_layout(rest, left_k).to(dtype), k_smem, S)
     S = warpgroup_mma(gl.convert_layout(d_out, left_k), k_smem, S)
     return S, o
-
-
-@gluon.jit
-def count_ordinary(hard_ptr, chunks):
-    """How many chunks from this one on are not hard, up to 256."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])  # the same in each warp
-    number = gl.arange(0, 256, layout)
-    on = number < chunks
-    hard = gl.load(hard_ptr + number * C, mask=on, other=1)
-    return gl.min(gl.where(hard != 0, number, 256), axis=0)
 
 
 @gluon.jit
@@ -375,24 +443,54 @@ def state_offsets(first_v, K: gl.constexpr, V: gl.constexpr, STATE_KV: gl.conste
 
 
 @gluon.jit
-def load_state(args, first_v, sizes):
-    """Sᵀ [64, K] before the tokens. A segment's effect begins with zeros, or with the identity."""
+def load_state(args, n, sizes, GROUP: gl.constexpr):
+    """Sᵀ [64, K] before the tokens of the program's n-th item.
+
+    A segment's effect begins with zeros, or with the identity.
+    """
     K: gl.constexpr = sizes.K
     V: gl.constexpr = sizes.V
+    items = args.items
+    flags = word(items, n, FLAGS, 4)
+    first_v = word(items, n, FIRST_V, 4) + GROUP * GROUP_V
     if sizes.OUTPUT:
+        head_v = word(items, n, HEAD_V, 4)
+        source_ptr = args.state_ptr + head_v * (V * K)
+        source_ptr += word(items, n, SOURCE, 4).to(gl.int64) * args.stride_state_p
         at = state_offsets(first_v, K, V, sizes.STATE_KV)
-        on = (at >= 0) & args.has_source
-        S = gl.load(args.source_ptr + at, mask=on, other=0.0).to(gl.float32)
+        on = (at >= 0) & ((flags & HAS_SOURCE) != 0)
+        S = gl.load(source_ptr + at, mask=on, other=0.0).to(gl.float32)
         if args.segments_ptr is not None:
+            before = word(items, n, SEGMENT, 4).to(gl.int64) * args.HV + head_v
             at = state_offsets(first_v, K, V + K, True)
-            S += gl.load(args.segments_ptr + at, mask=(at >= 0) & args.is_split, other=0.0)
+            on = (at >= 0) & ((flags & IS_SPLIT) != 0)
+            S += gl.load(args.segments_ptr + before * (K * (V + K)) + at, mask=on, other=0.0)
     else:
         layout: gl.constexpr = accumulator(K)
         rows = first_v + gl.arange(0, GROUP_V, gl.SliceLayout(1, layout))
         columns = gl.arange(0, K, gl.SliceLayout(0, layout))
         diagonal = gl.expand_dims(rows, 1) == gl.expand_dims(columns, 0)
-        S = diagonal.to(gl.float32) * (1 - args.values).to(gl.float32)
+        S = diagonal.to(gl.float32) * (1 - (flags & VALUES) // VALUES).to(gl.float32)
     return S
+
+
+@gluon.jit
+def put_state(args, n, S, sizes, GROUP: gl.constexpr):
+    """Store the state after the program's n-th item where it is kept."""
+    K: gl.constexpr = sizes.K
+    V: gl.constexpr = sizes.V
+    items = args.items
+    flags = word(items, n, FLAGS, 4)
+    if (flags & WRITE) != 0:
+        head_v = word(items, n, HEAD_V, 4)
+        first_v = word(items, n, FIRST_V, 4) + GROUP * GROUP_V
+        target = word(items, n, TARGET, 4).to(gl.int64)
+        if sizes.OUTPUT:
+            target_ptr = args.state_ptr + head_v * (V * K) + target * args.stride_state_p
+        else:
+            target_ptr = args.segments_ptr + (target * args.HV + head_v) * (K * (V + K))
+            target_ptr += gl.where((flags & VALUES) != 0, 0, V)
+        store_state(target_ptr, S, first_v, sizes)
 
 
 @gluon.jit

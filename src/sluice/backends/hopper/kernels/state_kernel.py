@@ -11,10 +11,13 @@ Per chunk of C = 64 tokens (docs/kernels/symbols.md), with γ the cumulative log
 Sᵀ [64, K] and what follows from it are left operands, from registers: the chain from one state to
 the next never passes through shared memory. Ag and γ come from hopper_chunks_kernel.
 
-A program has warps of three roles. The loader, one warp, brings tiles by TMA, STAGES chunks ahead,
-and makes factors from the gates (state_loader.py). Four warps make the products QKg
-(state_products.py). A state group, four warps, holds 64 value columns of one head
-(state_groups.py); with BLOCK_V = 128 two groups share the tiles and take turns.
+A program has warps of four roles. The planner, one warp, takes one item after another for the
+program: a block of value columns of a head, for one sequence (state_items.py). The loader, one
+warp, brings tiles by TMA, STAGES chunks ahead, and makes factors from the gates (state_loader.py).
+Four warps make the products QKg (state_products.py). A state group, four warps, holds 64 value
+columns of one head (state_groups.py); with BLOCK_V = 128 two groups share the tiles and take turns.
+Stages, phases and turns run on from item to item, so the roles that work ahead are at the next item
+while the state groups end the one before.
 
 Without OUTPUT the same kernel makes the effect of a segment on any state, S -> M S + S_zero: S_zero
 is the state after the segment from zero, and M, the transition, is the state after it from the
@@ -26,28 +29,29 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.kernels.constants import GROUP_V, C
 from sluice.backends.hopper.kernels.state_args import (
     Barriers,
     Factors,
     LoaderArgs,
+    PlannerArgs,
     ProductsArgs,
     Sizes,
     StateArgs,
     Tiles,
 )
-from sluice.backends.hopper.kernels.state_checkpoints import Checkpoints
+from sluice.backends.hopper.kernels.state_checkpoints import PoolCheckpoints
 from sluice.backends.hopper.kernels.state_groups import run_state
+from sluice.backends.hopper.kernels.state_items import allocate_items, run_planner
 from sluice.backends.hopper.kernels.state_loader import run_loader
 from sluice.backends.hopper.kernels.state_products import run_products
-from sluice.backends.hopper.kernels.work_units import unit_span
 from sluice.backends.triton.kernels.alignment import INDICES
 
 
 @gluon.jit(
     do_not_specialize=[
+        "number",
         "N",
         "T",
         "M",
@@ -72,6 +76,7 @@ def hopper_state_kernel(
     g2_ptr,  # [HV, B * T] float32: γ in powers of two; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths of the keys; None without norm
     hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
+    taken_ptr,  # [1] int32: items that programs took after their first, 0 before and after a launch
     segments_ptr,  # [units, HV, K, V + K] float32: S_zero | M without OUTPUT, else states; or None
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     slots_ptr,  # [N]; None: sequence i has slot i
@@ -82,6 +87,7 @@ def hopper_state_kernel(
     checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
     waiting_ptr,  # [N, M, HV, V, K] float32: states before tails; None: they wait in their slots
     scale,
+    number,  # of items: a block of columns of one head, for one sequence or segment
     N,
     T,
     M,
@@ -104,113 +110,44 @@ def hopper_state_kernel(
     TAILS: gl.constexpr,  # whether a checkpoint may lie inside a chunk
 ):
     GROUPS: gl.constexpr = BLOCK_V // GROUP_V
-    BLOCKS_V: gl.constexpr = V // BLOCK_V
-    BLOCKS: gl.constexpr = BLOCKS_V if OUTPUT else BLOCKS_V + K // BLOCK_V
-    gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
-    gdc_launch_dependents()
-
-    # The tokens of this program
-    pid = gl.program_id(0)
-    block = pid % BLOCKS
-    head_v = (pid // BLOCKS) % HV
-    unit = pid // (BLOCKS * HV)
-    head_k = head_v // R_K
-    head_q = head_v // R_Q
-    seq, start, segment, end = unit_span(unit, cu_seqlens_ptr, N, T, segment_size)
-    row = start + segment * segment_size
-    if seq >= N:
-        end = row
-    tokens = gl.maximum(gl.minimum(end - row, segment_size), 0)
-    exists = (seq < N) & ((tokens > 0) | (segment == 0))
-    live = exists
-    slot = gl.minimum(seq, N - 1).to(gl.int64)
-    if slots_ptr is not None:
-        slot = gl.load(slots_ptr + gl.minimum(seq, N - 1)).to(gl.int64)
-        live = live & (slot > pad_slot)
-    values = 1
-    if not OUTPUT:
-        values = (block < BLOCKS_V).to(gl.int32)  # the later blocks make M
-        if not EVERY:
-            live = live & (end - row > segment_size)
-        tokens = gl.where(live, tokens, 0)
-        block = block % BLOCKS_V
-    first_v = block * BLOCK_V
-    column_v = head_v * V + first_v
-
-    # Offsets in int64: P * HV * V * K passes 2**31 at 4,096 slots
-    state_ptr += head_v * (V * K)
-    beta32_ptr += head_v.to(gl.int64) * stride_gates_h
-    if g2_ptr is not None:
-        g2_ptr += head_v.to(gl.int64) * stride_gates_h
-    if r_k_ptr is not None:
-        r_k_ptr += head_k.to(gl.int64) * stride_gates_h
-    hard_ptr += head_k.to(gl.int64) * stride_gates_h
-
     sizes = Sizes(K, V, GROUPS, STAGES, STATE_KV, OUTPUT)
     tiles = allocate_tiles(k_desc, v_desc, ag_desc, sizes)
     factors = allocate_factors(STAGES)
     barriers = allocate_barriers(STAGES, GROUPS)
-
-    # The states of this program
-    has_source = live
-    write = live
-    is_split = end - start > segment_size
-    if OUTPUT:
-        source_ptr = state_ptr + slot * stride_state_p
-        if has_state_ptr is not None:
-            has_source = has_source & (gl.load(has_state_ptr + gl.minimum(seq, N - 1)) != 0)
-        if write_slots_ptr is not None:
-            slot = gl.load(write_slots_ptr + gl.minimum(seq, N - 1)).to(gl.int64)
-        write = write & (slot > pad_slot) & (row + tokens >= end)
-        target_ptr = state_ptr + slot * stride_state_p
-        if segments_ptr is not None:
-            # A split sequence takes even its first state from the workspace: the program that ends
-            # the sequence may write the pool before another has begun.
-            has_source = has_source & (end - start <= segment_size)
-            before = gl.where(segment > 0, unit - 1, unit + (end - start - 1) // segment_size)
-            segments_ptr += (before.to(gl.int64) * HV + head_v) * (K * (V + K))
-    else:
-        source_ptr = segments_ptr
-        target_ptr = segments_ptr + (unit.to(gl.int64) * HV + head_v) * (K * (V + K))
-        target_ptr += gl.where(values != 0, 0, V)
-
-    live_tokens = gl.where(live, tokens, 0)
+    items = allocate_items(GROUPS)
+    fence_async_shared()
+    # Nothing above reads or writes memory: each role waits for the kernels before this one.
     if checkpoint_slots_ptr is None:
-        saves = Checkpoints(
-            None, None, None, None, None, None, None, None, None, None, None, None, False
+        saves = PoolCheckpoints(
+            None, None, None, None, None, None, None, None, None, None, None, False
         )  # fmt: skip
     else:
-        if checkpoint_positions_ptr is not None:
-            checkpoint_positions_ptr += gl.minimum(seq, N - 1).to(gl.int64) * M
-        stride_waiting = HV.to(gl.int64) * (V * K)
-        if waiting_ptr is not None:
-            waiting_ptr += gl.minimum(seq, N - 1) * M * stride_waiting + head_v * (V * K)
-        saves = Checkpoints(
-            slots_ptr=checkpoint_slots_ptr + gl.minimum(seq, N - 1).to(gl.int64) * M,
-            positions_ptr=checkpoint_positions_ptr, every=every, number=M,
-            before=row - start, tokens=live_tokens,
-            tail_row=stride_gates_h - (N - seq) * M * C,
-            state_ptr=state_ptr, stride_state_p=stride_state_p, pad_slot=pad_slot,
-            waiting_ptr=waiting_ptr, stride_waiting=stride_waiting, TAILS=TAILS,
+        saves = PoolCheckpoints(
+            slots_ptr=checkpoint_slots_ptr, positions_ptr=checkpoint_positions_ptr, every=every,
+            number=M, state_ptr=state_ptr, stride_state_p=stride_state_p, pad_slot=pad_slot,
+            waiting_ptr=waiting_ptr, HV=HV, N=N, rows=stride_gates_h, TAILS=TAILS,
         )  # fmt: skip
+    planner = PlannerArgs(
+        cu_seqlens_ptr=cu_seqlens_ptr, slots_ptr=slots_ptr, write_slots_ptr=write_slots_ptr,
+        has_state_ptr=has_state_ptr, hard_ptr=hard_ptr, state_ptr=state_ptr,
+        stride_state_p=stride_state_p, taken_ptr=taken_ptr, number=number,
+        N=N, T=T, HV=HV, R_Q=R_Q, R_K=R_K, pad_slot=pad_slot,
+        segment_size=segment_size, stride_gates_h=stride_gates_h, items=items,
+        SPLIT=segments_ptr is not None, EVERY=EVERY,
+    )  # fmt: skip
     loader = LoaderArgs(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, ag_desc=ag_desc,
-        row=row, tokens=live_tokens,
-        column_q=head_q * K, column_k=head_k * K, column_ag=head_v * C, column_v=column_v,
-        has_values=values != 0,
-        beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, r_k_ptr=r_k_ptr,
-        tiles=tiles, factors=factors, barriers=barriers, saves=saves,
+        beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, r_k_ptr=r_k_ptr, stride_gates_h=stride_gates_h,
+        tiles=tiles, factors=factors, barriers=barriers, items=items, saves=saves,
     )  # fmt: skip
     products = ProductsArgs(
-        row=row, tokens=live_tokens, tiles=tiles, factors=factors, barriers=barriers, scale=scale,
-        NORMALIZE_QK=r_k_ptr is not None, saves=saves,
+        tiles=tiles, factors=factors, barriers=barriers, scale=scale,
+        NORMALIZE_QK=r_k_ptr is not None,
     )  # fmt: skip
     state = StateArgs(
-        tiles=tiles, factors=factors, barriers=barriers, o_desc=o_desc, o_ptr=o_ptr,
-        source_ptr=source_ptr, has_source=has_source, segments_ptr=segments_ptr, is_split=is_split,
-        target_ptr=target_ptr, write=write, live=live, row=row, tokens=tokens,
-        column_v=column_v, first_v=first_v, values=values, stride_o_t=stride_o_t, hard_ptr=hard_ptr,
-        saves=saves,
+        tiles=tiles, factors=factors, barriers=barriers, items=items, o_desc=o_desc, o_ptr=o_ptr,
+        state_ptr=state_ptr, stride_state_p=stride_state_p, segments_ptr=segments_ptr, HV=HV,
+        stride_o_t=stride_o_t, hard_ptr=hard_ptr, stride_gates_h=stride_gates_h, saves=saves,
     )  # fmt: skip
     # (role, arguments); then the warps and the registers per thread of all roles but the first
     if GROUPS == 1:
@@ -219,9 +156,10 @@ def hopper_state_kernel(
                 (run_state, (state, sizes, 0)),
                 (run_products, (products, sizes)),
                 (run_loader, (loader, sizes)),
+                (run_planner, (planner, sizes)),
             ],
-            [4, 1],
-            [152, 32],
+            [4, 1, 1],
+            [152, 32, 32],
         )
     else:
         gl.warp_specialize(
@@ -230,9 +168,10 @@ def hopper_state_kernel(
                 (run_state, (state, sizes, 1)),
                 (run_products, (products, sizes)),
                 (run_loader, (loader, sizes)),
+                (run_planner, (planner, sizes)),
             ],
-            [4, 4, 1],
-            [200, 80, 32],
+            [4, 4, 1, 1],
+            [200, 80, 32, 32],
         )
 
 
@@ -252,7 +191,9 @@ def allocate_tiles(k_desc, v_desc, ag_desc, sizes):
     else:  # never read
         qkg = ag
         o = v
-    return Tiles(kq, v, ag, qkg, o)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    left = gl.allocate_shared_memory(gl.int32, [sizes.STAGES, 1], layout)
+    return Tiles(kq, v, ag, qkg, o, left)
 
 
 @gluon.jit
@@ -287,5 +228,4 @@ def allocate_barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
         mbarrier.init(stage_free.index(stage), count=GROUPS)
     for group in gl.static_range(2):
         mbarrier.init(turn.index(group), count=1)
-    fence_async_shared()
     return Barriers(tiles_ready, factors_ready, qkg_ready, stage_free, turn)

@@ -24,24 +24,26 @@ from sluice.backends.hopper.kernels.constants import COPY_WIDTH, NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import barrier
 from sluice.backends.hopper.kernels.layouts import accumulator
 from sluice.backends.hopper.kernels.state_args import advance
-from sluice.backends.hopper.kernels.state_checkpoints import candidates, tail_of
+from sluice.backends.hopper.kernels.state_items import scalar
 
 
 @gluon.jit
 def run_products(args, sizes):
-    """Make QKg of all chunks of the program."""
+    """Make QKg of every chunk that the loader brings."""
     stage = 0
     phase = 0
-    for chunk in range(gl.cdiv(args.tokens, C)):
-        make_products(args, sizes, args.tokens - chunk * C, stage, phase)
+    left = wait_tiles(args, stage, phase)
+    while left > 0:
+        make_products(args, sizes, left, stage, phase)
         stage, phase = advance(stage, phase, sizes.STAGES)
-    if args.saves.TAILS:
-        begin, stop = candidates(args.saves, 0, args.tokens)
-        for j in range(begin, stop):
-            _, count = tail_of(args.saves, j)
-            if count > 0:
-                make_products(args, sizes, count, stage, phase)
-                stage, phase = advance(stage, phase, sizes.STAGES)
+        left = wait_tiles(args, stage, phase)
+
+
+@gluon.jit
+def wait_tiles(args, stage, phase):
+    """Wait for the tiles of a chunk; how many tokens it has, 0 after the last chunk."""
+    mbarrier.wait(args.barriers.tiles_ready.index(stage), phase)
+    return scalar(args.tiles.left.index(stage), 4)
 
 
 @gluon.jit
@@ -53,7 +55,6 @@ def make_products(args, sizes, count, stage, phase):
     acc: gl.constexpr = accumulator(C)
     by_row: gl.constexpr = gl.SliceLayout(1, acc)
     by_column: gl.constexpr = gl.SliceLayout(0, acc)
-    mbarrier.wait(barriers.tiles_ready.index(stage), phase)
     kq_smem = tiles.kq.index(stage)
     if count < C:
         for first in gl.static_range(0, sizes.K, COPY_WIDTH):
@@ -77,7 +78,7 @@ def make_products(args, sizes, count, stage, phase):
         g2_smem = factors.g2.index(stage)
         g2 = g2_smem.load(by_row)
         if sizes.GROUPS == 1:  # before the wait: there are registers for it
-            G = decay_between(g2, g2_smem, args.row >> 31, acc)
+            G = decay_between(g2, g2_smem, count >> 31, acc)
         qk = warpgroup_mma_wait(0, deps=[qk])
         if args.NORMALIZE_QK:
             qk = qk * gl.expand_dims(factors.r_k.index(stage).load(by_column), 0)
@@ -89,7 +90,7 @@ def make_products(args, sizes, count, stage, phase):
         factors.o_down.index(stage).store(o_down)
         qk = qk * gl.expand_dims(up, 1)
         if sizes.GROUPS == 2:
-            G = decay_between(g2, g2_smem, args.row >> 31, acc)
+            G = decay_between(g2, g2_smem, count >> 31, acc)
         tiles.qkg.index(stage).store((qk * G).to(gl.float16))
         fence_async_shared()
         barrier()

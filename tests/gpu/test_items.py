@@ -1,0 +1,106 @@
+"""Programs of hopper_state_kernel that make many items, one after another, in the emulator. No GPU.
+
+An item is a block of value columns of a head, for one sequence or a segment of one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+import sluice
+from sluice.backends import triton as backend
+from sluice.backends.hopper import prefill
+from sluice.testing import cases, compare
+from tests.gpu.cross import gpu_like
+from tests.gpu.emulator import machine
+from tests.gpu.emulator.driver import emulated
+from tests.gpu.gluon_kernels import spec
+from tests.gpu.passes import specs as passes
+
+MISSING = "kernels are not compiled there" if backend.interpreted() else machine.missing()
+emulates = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+RAGGED = {
+    "Hk": 1, "Hv": 2, "K": 128, "V": 128, "lengths": (0, 130, 65, 1, 64), "tail": 5,
+    "padded": (2,), "new": (0, 3), "moved": True,
+}  # fmt: skip
+BATCH = {"Hk": 1, "Hv": 2, "K": 128, "V": 128}
+
+
+def made(monkeypatch, name, plan, more):
+    """A case of the contract by a plan; what it returns, and the programs of the state kernel."""
+    case = cases.CASES[name].with_(**more)
+    inputs = case.inputs(torch.bfloat16, "cpu")
+    expected = case.expected(inputs)
+    monkeypatch.setattr(prefill, "best_plan", lambda p, processors: plan)
+    with emulated("sm_90") as driver:
+        found = case.run(sluice, inputs, backend="hopper")
+        case.check(found, expected)
+    return found, [x for x in driver.launched if x.kernel == "hopper_state_kernel"]
+
+
+CALLS = {
+    "ragged": ("prefill/packed", (0, 128), RAGGED),
+    "checkpoints inside": ("prefill/checkpoints_positions", (0, 128), BATCH),
+    "split": ("prefill/packed", (64, 128), {**RAGGED, "Hv": 1, "lengths": (0, 130, 65)}),
+    "ragged, 64 columns": ("prefill/packed", (0, 64), RAGGED),
+    "hard chunks": ("prefill/identical_keys", (0, 128), {**BATCH, "batch": 3}),
+    "checkpoints between chunks": ("prefill/checkpoints_packed", (0, 128), BATCH),
+}
+FEW = list(CALLS)[:3]
+
+
+def same_by(name, monkeypatch, numbers):
+    case, cut, more = CALLS[name]
+    alone, launched = made(monkeypatch, case, prefill.Plan(*cut, programs=0), more)
+    assert all(x.programs == x.arguments["number"] > 3 for x in launched)
+    for programs in numbers:
+        found, launched = made(monkeypatch, case, prefill.Plan(*cut, programs=programs), more)
+        assert {x.programs for x in launched} == {programs}
+        for key, x in found.items():
+            compare.assert_same_bits(x, alone[key], f"{key} by {programs} programs")
+
+
+@emulates
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
+def test_a_program_with_many_items_has_the_bits_of_programs_with_one(name, monkeypatch):
+    """Sequences of all lengths, an empty one, one without a slot, tokens of none; one SM.
+
+    The two passes of a split take their items from the same counter.
+    """
+    same_by(name, monkeypatch, (1,))
+
+
+@emulates
+@pytest.mark.long
+@pytest.mark.parametrize("name", CALLS)
+def test_any_number_of_programs_has_the_same_bits(name, monkeypatch):
+    """``test_a_program_with_many_items_has_the_bits_of_programs_with_one`` meets the roles."""
+    same_by(name, monkeypatch, (1, 3))
+
+
+@pytest.mark.parametrize("processors", [132, 78])
+def test_there_are_no_more_programs_than_processors(processors, monkeypatch):
+    monkeypatch.setattr("tests.gpu.cross.PROCESSORS", {"sm_90": processors})
+    with gpu_like("sm_90"):
+        for HV in (32, 64):
+            for plan in prefill.all_plans():
+                for call in prefill.planned_launches(spec(HV=HV), plan).calls:
+                    if call.kernel == prefill.STATE:
+                        number = call.arguments["number"]
+                        assert call.programs == min(number, processors)
+            by_item = prefill.planned_launches(spec(HV=HV), prefill.Plan(0, 128, programs=0))
+            assert by_item.calls[-1].programs == by_item.calls[-1].arguments["number"]
+
+
+def test_the_parallel_half_sets_the_counter_that_items_are_taken_from():
+    """Also in the first of two passes; the second finds it as the first has left it."""
+    with gpu_like("sm_90"):
+        chunks, states = prefill.planned_launches(spec(), prefill.Plan(0, 128)).calls
+        first = prefill.workspace(passes()[0], prefill.Binding(passes()[0]))
+    assert chunks.arguments["taken_ptr"] == states.arguments["taken_ptr"]
+    assert first.taken.source == states.arguments["taken_ptr"].source
