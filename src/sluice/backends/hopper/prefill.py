@@ -20,9 +20,16 @@ from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
 CHUNKS = Kernel("sluice.backends.hopper.kernels.chunks_kernel", "hopper_chunks_kernel")
+CHUNKS_WARP = Kernel(
+    "sluice.backends.hopper.kernels.chunks_warp_kernel", "hopper_chunks_warp_kernel"
+)
 STATE = Kernel("sluice.backends.hopper.kernels.state_kernel", "hopper_state_kernel")
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory
 CHUNK_REGISTERS = 128  # per thread of the parallel half: four programs per SM
+WARP_REGISTERS = 168  # per thread where a program is one warp: twelve programs per SM
+CHUNK_HEADS: dict[int, int] = {1: 1, 2: 2, 3: 3, 4: 4}
+"""The parallel half by value heads per key head: how many of them a program of one warp takes one
+after another, or 0 where programs have four warps. One that is not named has 0."""
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
 """Tokens of a segment: what a plan may choose."""
 STATE_TOKENS, ROOM = 512, 0.94
@@ -150,13 +157,23 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
 
 def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
-    heads, units = key_heads(p.HK, p.HV), units_of(p, CHUNK, tail=True)
+    units = units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
     saves = checkpoints(p, memory)
+    heads = CHUNK_HEADS.get(p.HV // p.HK, 0)
+    if heads:
+        kernel, programs, warps, registers = CHUNKS_WARP, p.HV // heads, 1, WARP_REGISTERS
+        more = {"ag_desc": _ag_tiles(p, parts), "HEADS": heads}
+    else:
+        kernel, programs, warps, registers = (
+            CHUNKS, p.HK // key_heads(p.HK, p.HV), 4, CHUNK_REGISTERS,
+        )  # fmt: skip
+        more = {}
     return _call(
-        CHUNKS,
-        (units + tails(p)) * (p.HK // heads),
-        maxnreg=CHUNK_REGISTERS,
+        kernel,
+        (units + tails(p)) * programs,
+        warps=warps,
+        maxnreg=registers,
         k_desc=_tiles(p, "k", p.K),
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
@@ -186,6 +203,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         V=p.V,
         RAW_BETA=p.raw_gates,
         TAILS=with_tails,
+        **more,
     )
 
 
@@ -217,13 +235,7 @@ def states_call(
         q_desc=_tiles(p, "q", COPY_WIDTH),
         k_desc=_tiles(p, "k", COPY_WIDTH),
         v_desc=_tiles(p, "v", COPY_WIDTH),
-        ag_desc=Tiles(
-            parts.ag.source,
-            p.dtype,
-            (rows(p), p.HV * CHUNK),
-            (p.HV * CHUNK, 1),
-            (CHUNK, CHUNK),
-        ),
+        ag_desc=_ag_tiles(p, parts),
         o_desc=_tiles(p, _out(p), COPY_WIDTH),
         o_ptr=memory[_out(p)],
         beta32_ptr=parts.beta32,
@@ -256,9 +268,9 @@ def states_call(
 
 
 def _call(
-    kernel: Kernel, programs: int, maxnreg: int | None = None, **arguments: Any
+    kernel: Kernel, programs: int, maxnreg: int | None = None, warps: int = 4, **arguments: Any
 ) -> KernelCall:
-    options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "launch_pdl": True, "enable_fp_fusion": True}
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
     return KernelCall(kernel, programs, options, arguments)
@@ -267,6 +279,11 @@ def _call(
 def _out(p: DeltaSpec) -> str:
     """A first pass alone has no output, and no tokens after its rows that need zeros."""
     return "v" if p.out is None else "out"
+
+
+def _ag_tiles(p: DeltaSpec, parts: Parts) -> Tiles:
+    shape, strides = (rows(p), p.HV * CHUNK), (p.HV * CHUNK, 1)
+    return Tiles(parts.ag.source, p.dtype, shape, strides, (CHUNK, CHUNK))
 
 
 def _tiles(p: DeltaSpec, name: str, width: int) -> Tiles:
