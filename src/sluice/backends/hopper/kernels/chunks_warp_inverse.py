@@ -49,8 +49,8 @@ def columns():
 
 @gluon.constexpr_function
 def kk_layout():
-    """Shared memory of a float32 block [16, 16], as products make it."""
-    return block_layout([16, 16], (2, 8), (4, 0))
+    """Shared memory of four float32 blocks, as products make them."""
+    return block_layout([4, 16, 16], (2, 8), (4, 0))
 
 
 @gluon.constexpr_function
@@ -60,28 +60,38 @@ def half_layout(shape):
 
 
 @gluon.jit
-def product(x, y_t, total):
-    """total + x @ y of [16, 16], from x and the transpose of y."""
-    y = gl.permute(y_t, (1, 0))
-    return mma_v2(
-        gl.convert_layout(x, left_block()), gl.convert_layout(y, right_block()), total
-    )
+def left(x):
+    """A block as the left operand of a product."""
+    return gl.convert_layout(x, left_block())
+
+
+@gluon.jit
+def right(x_t):
+    """A block as the right operand, from its transpose."""
+    return gl.convert_layout(gl.permute(x_t, (1, 0)), right_block())
 
 
 @gluon.jit
 def products_of_keys(k_smem, K: gl.constexpr):
-    """K Kᵀ: its ten blocks [16, 16] on and above the diagonal, row by row."""
+    """K Kᵀ: its ten blocks [16, 16] on and above the diagonal, row by row.
+
+    Both operands are loaded. Registers of a left operand lie in another order than those of a right
+    one, so a load is cheaper than four copies.
+    """
     kks = ()
     for _ in gl.static_range(10):
         kks = kks + (gl.zeros([16, 16], gl.float32, block()),)
     for s in gl.static_range(K // 16):
         k = ()
+        k_t = ()
         for i in gl.static_range(4):
-            k = k + (k_smem.slice(16 * i, 16, 0).slice(16 * s, 16, 1).load(left_block()),)
+            piece = k_smem.slice(16 * i, 16, 0).slice(16 * s, 16, 1)
+            k = k + (piece.load(left_block()),)
+            k_t = k_t + (piece.permute((1, 0)).load(right_block()),)
         sums = ()
         for j in gl.static_range(4):
             for i in gl.static_range(j, 4):
-                sums = sums + (product(k[j], k[i], kks[j * 4 - j * (j - 1) // 2 + i - j]),)
+                sums = sums + (mma_v2(k[j], k_t[i], kks[j * 4 - j * (j - 1) // 2 + i - j]),)
         kks = sums
     return kks
 
@@ -115,8 +125,8 @@ def invert_diagonal(kk_smem, beta_smem):
 def invert(kks, a_d, k_smem, beta_smem):
     """The blocks A_ij [16, 16], i > j: (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2).
 
-    ``a_d``: the diagonal blocks; their float16 terms go to the last quarter of ``k_smem``. Right
-    factors are needed transposed; where the transpose is not at hand, it is a product of its own.
+    ``a_d``: the diagonal blocks; their float16 terms go to the last quarter of ``k_smem``. Where
+    a product is needed as a right factor, its transpose is a product of its own.
     """
     zero = gl.zeros([16, 16], gl.float32, block())
     terms_smem = reinterpret(k_smem, gl.float16, [8, 4, 16, 16], half_layout([4, 16, 16]))
@@ -125,32 +135,36 @@ def invert(kks, a_d, k_smem, beta_smem):
     terms_smem.index(6).store(gl.permute(term, (0, 2, 1)))
     rest = (a_d - term.to(gl.float32)).to(gl.float16)
     terms_smem.index(7).store(gl.permute(rest, (0, 2, 1)))
-    x_t = ()  # A_d, transposed
-    rest_t = ()  # what float16 leaves of it
+    x = ()  # A_d
+    rest = ()  # what float16 leaves of it
     for b in gl.static_range(3):
-        x_t = x_t + (block_smem.index(24 + b).load(left_block()),)
-        rest_t = rest_t + (block_smem.index(28 + b).load(left_block()),)
+        x = x + (block_smem.index(24 + b).permute((1, 0)).load(right_block()),)
+        rest = rest + (block_smem.index(28 + b).permute((1, 0)).load(right_block()),)
+    x0_t = block_smem.index(24).load(left_block())
     e = ()  # -E_ij
-    e_t = ()
+    e_right = ()
     for i in gl.static_range(1, 4):
         beta = beta_smem.slice(16 * i, 16, 0).load(gl.SliceLayout(0, block()))
-        x = block_smem.index(24 + i).permute((1, 0)).load(left_block())
+        x_i = block_smem.index(24 + i).permute((1, 0)).load(left_block())
         for j in gl.static_range(i):
             l_t = (kks[j * 4 - j * (j - 1) // 2 + i - j] * -gl.expand_dims(beta, 0)).to(gl.float16)
-            e = e + (product(x, l_t, zero).to(gl.float16),)
+            e = e + (left(mma_v2(x_i, right(l_t), zero).to(gl.float16)),)
             if i < 3:
-                e_t = e_t + (product(l_t, x, zero).to(gl.float16),)
-    f20 = product(e[2], e_t[0], zero).to(gl.float16)  # (E²)_20
-    f31 = product(e[5], e_t[2], zero).to(gl.float16)
-    f30 = product(e[5], e_t[1], product(e[4], e_t[0], zero)).to(gl.float16)
-    y20 = product(f20, x_t[0], product(f20, rest_t[0], zero))  # (E² A_d)_20
-    y31 = product(f31, x_t[1], product(f31, rest_t[1], zero))
-    y30 = product(f30, x_t[0], product(f30, rest_t[0], zero))
-    y20_t = product(x_t[0], f20, zero).to(gl.float16)
-    a10 = product(e[0], x_t[0], product(e[0], rest_t[0], zero))
-    a20 = product(e[1], x_t[0], product(e[1], rest_t[0], y20))
-    a21 = product(e[2], x_t[1], product(e[2], rest_t[1], zero))
-    a30 = product(e[3], x_t[0], product(e[3], rest_t[0], product(e[5], y20_t, y30)))
-    a31 = product(e[4], x_t[1], product(e[4], rest_t[1], y31))
-    a32 = product(e[5], x_t[2], product(e[5], rest_t[2], zero))
+                x_i_t = block_smem.index(24 + i).load(right_block())
+                e_right = e_right + (right(mma_v2(left(l_t), x_i_t, zero).to(gl.float16)),)
+    f20 = mma_v2(e[2], e_right[0], zero).to(gl.float16)  # (E²)_20
+    f31 = left(mma_v2(e[5], e_right[2], zero).to(gl.float16))
+    f30 = mma_v2(e[5], e_right[1], mma_v2(e[4], e_right[0], zero))
+    f30 = left(f30.to(gl.float16))
+    y20_right = right(mma_v2(x0_t, right(f20), zero).to(gl.float16))  # (E² A_d)_20
+    f20 = left(f20)
+    y20 = mma_v2(f20, x[0], mma_v2(f20, rest[0], zero))
+    y31 = mma_v2(f31, x[1], mma_v2(f31, rest[1], zero))
+    y30 = mma_v2(f30, x[0], mma_v2(f30, rest[0], zero))
+    a10 = mma_v2(e[0], x[0], mma_v2(e[0], rest[0], zero))
+    a20 = mma_v2(e[1], x[0], mma_v2(e[1], rest[0], y20))
+    a21 = mma_v2(e[2], x[1], mma_v2(e[2], rest[1], zero))
+    a30 = mma_v2(e[3], x[0], mma_v2(e[3], rest[0], mma_v2(e[5], y20_right, y30)))
+    a31 = mma_v2(e[4], x[1], mma_v2(e[4], rest[1], y31))
+    a32 = mma_v2(e[5], x[2], mma_v2(e[5], rest[2], zero))
     return a10, a20, a21, a30, a31, a32

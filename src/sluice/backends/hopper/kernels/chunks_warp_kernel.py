@@ -156,7 +156,7 @@ def hopper_chunks_warp_kernel(
         beta_blocks = reinterpret(beta_smem, gl.float32, [4, 16], blocks_layout)
         # in the place of K: Ag, diagonal blocks of K Kᵀ, A_d
         ag_smem = k_smem.slice(0, C, 1)
-        kk_blocks = reinterpret(k_smem, gl.float32, [16, 16, 16], kk_layout())
+        kk_blocks = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], kk_layout()).index(2)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         kk_rows = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], plain).index(2)
 
@@ -168,15 +168,10 @@ def hopper_chunks_warp_kernel(
         if r_k_ptr is not None:
             r_k_at = r_k_ptr + head_k.to(gl.int64) * stride_gates_h + made
             kks = normalized(kks, g2_smem, r_k_at, token, count)
-        for b in gl.static_range(4):
-            kk_blocks.index(8 + b).store(kks[4 * b - b * (b - 1) // 2])
+        kk_blocks.store(four_blocks(kks[0], kks[4], kks[7], kks[9]))
         hard = (count < C) | keys_repeat(kks, r_k_ptr is not None)
         if group % PARTS == 0:
             gl.store(hard_ptr + head_k.to(gl.int64) * stride_gates_h + made, hard.to(gl.int8))
-        for i in gl.static_range(4):
-            for j in gl.static_range(i + 1, 4):
-                zeros = gl.zeros([16, 16], dtype, block())
-                ag_smem.slice(16 * i, 16, 0).slice(16 * j, 16, 1).store(zeros)
 
         for n in range(HEADS):
             g2, beta = finish_gates(gates, raw_g, raw_beta, token, head, count)
@@ -336,21 +331,37 @@ def keep_ag(
         g2_row = gl.expand_dims(g2_blocks.load(gl.SliceLayout(2, layout)), 2)
         g2_column = gl.expand_dims(g2_blocks.load(gl.SliceLayout(1, layout)), 1)
         a_d = a_d * gl.exp2(gl.where(row >= column, g2_row - g2_column, 0.0))
-    diagonal_smem = reinterpret(ag_smem, dtype, [4, 4, 16, 16], diagonal_layout()).slice(0, 1, 0)
     a_d = as_stored(a_d, g2_row, row, dtype, DECAY, HARD)
-    diagonal_smem.store(gl.reshape(a_d, [1, 4, 16, 16]))
+    zeros = gl.zeros([16, 16], dtype, block())
     row = along(0, 16, block(), 2)
-    for i in gl.static_range(1, 4):
+    rows = ()
+    for i in gl.static_range(4):
         g2_row = row.to(gl.float32)
         if DECAY:
             g2_row = gl.expand_dims(g2_smem.slice(16 * i, 16, 0).load(gl.SliceLayout(1, block())), 1)
-        for j in gl.static_range(i):
-            ag = a[i * (i - 1) // 2 + j]
-            if DECAY:
-                g2_column = g2_smem.slice(16 * j, 16, 0).load(gl.SliceLayout(0, block()))
-                ag = ag * gl.exp2(g2_row - gl.expand_dims(g2_column, 0))
-            place = ag_smem.slice(16 * i, 16, 0).slice(16 * j, 16, 1)
-            place.store(as_stored(ag, g2_row, row, dtype, DECAY, HARD))
+        blocks = ()
+        for j in gl.static_range(4):
+            if j < i:
+                ag = a[i * (i - 1) // 2 + j]
+                if DECAY:
+                    g2_column = g2_smem.slice(16 * j, 16, 0).load(gl.SliceLayout(0, block()))
+                    ag = ag * gl.exp2(g2_row - gl.expand_dims(g2_column, 0))
+                blocks = blocks + (as_stored(ag, g2_row, row, dtype, DECAY, HARD),)
+            else:
+                blocks = blocks + (zeros,)
+        rows = rows + (four_blocks(blocks[0], blocks[1], blocks[2], blocks[3]),)
+    whole = gl.join(gl.join(rows[0], rows[2]), gl.join(rows[1], rows[3]))  # [j, 16, 16, i]
+    whole = gl.permute(gl.reshape(whole, [4, 16, 16, 4]), (3, 1, 0, 2))
+    ag_smem.store(gl.reshape(whole, [C, C]))
+    diagonal_smem = reinterpret(ag_smem, dtype, [4, 4, 16, 16], diagonal_layout()).slice(0, 1, 0)
+    diagonal_smem.store(gl.reshape(a_d, [1, 4, 16, 16]))
+
+
+@gluon.jit
+def four_blocks(a, b, c, d):
+    """Four blocks [16, 16] as [4, 16, 16]."""
+    x = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [16, 16, 4])
+    return gl.permute(x, (2, 0, 1))
 
 
 @gluon.jit
