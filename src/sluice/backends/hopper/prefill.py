@@ -25,11 +25,6 @@ CHUNKS_WARP = Kernel(
 )
 STATE = Kernel("sluice.backends.hopper.kernels.state_kernel", "hopper_state_kernel")
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory
-CHUNK_REGISTERS = 128  # per thread of the parallel half: four programs per SM
-WARP_REGISTERS = 168  # per thread where a program is one warp: twelve programs per SM
-CHUNK_HEADS: dict[int, int] = {1: 1, 2: 2, 3: 3, 4: 4}
-"""The parallel half by value heads per key head: how many of them a program of one warp takes one
-after another, or 0 where programs have four warps. One that is not named has 0."""
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
 """Tokens of a segment: what a plan may choose."""
 STATE_TOKENS, ROOM = 512, 0.94
@@ -39,6 +34,24 @@ CHUNK_US = {64: 1.5, 128: 2.5}
 EFFECT_US, JOIN_US, LAUNCH_US = 1.3, 3.4, 8.0
 """The plan's model in microseconds, measured on an H200 (docs/kernels/prefill_log.md): one chunk by
 BLOCK_V, one chunk of a segment's effect, one join, one more launch."""
+
+
+class Programs(NamedTuple):
+    """What a program of the parallel half is.
+
+    ``heads``: a program is one warp, and takes so many value heads of a key head one after another,
+    a divisor of their number; 0: it has four warps, and each has a value head. ``registers``: at
+    most, per thread; they decide how many programs an SM holds.
+    """
+
+    heads: int
+    registers: int
+
+
+FOUR_WARPS = Programs(0, 128)  # four programs per SM
+ONE_WARP = Programs(1, 168)  # twelve programs per SM
+CHUNK_PROGRAMS = {1: ONE_WARP, 2: ONE_WARP, 3: ONE_WARP, 4: ONE_WARP}
+"""By value heads per key head; ``FOUR_WARPS`` where they are not named."""
 
 
 class Plan(NamedTuple):
@@ -160,20 +173,18 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     units = units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
     saves = checkpoints(p, memory)
-    heads = CHUNK_HEADS.get(p.HV // p.HK, 0)
-    if heads:
-        kernel, programs, warps, registers = CHUNKS_WARP, p.HV // heads, 1, WARP_REGISTERS
-        more = {"ag_desc": _ag_tiles(p, parts), "HEADS": heads}
+    form = CHUNK_PROGRAMS.get(p.HV // p.HK, FOUR_WARPS)
+    if form.heads:
+        kernel, warps, programs = CHUNKS_WARP, 1, p.HV // form.heads
+        more = {"ag_desc": _ag_tiles(p, parts), "HEADS": form.heads}
     else:
-        kernel, programs, warps, registers = (
-            CHUNKS, p.HK // key_heads(p.HK, p.HV), 4, CHUNK_REGISTERS,
-        )  # fmt: skip
+        kernel, warps, programs = CHUNKS, 4, p.HK // key_heads(p.HK, p.HV)
         more = {}
     return _call(
         kernel,
         (units + tails(p)) * programs,
         warps=warps,
-        maxnreg=registers,
+        maxnreg=form.registers,
         k_desc=_tiles(p, "k", p.K),
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
