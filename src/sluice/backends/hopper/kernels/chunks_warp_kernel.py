@@ -30,7 +30,7 @@ from sluice.backends.hopper.kernels.chunks_warp_inverse import (
 from sluice.backends.hopper.kernels.constants import LOG2_E, NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, async_store, barrier, reinterpret
 from sluice.backends.hopper.kernels.layouts import along
-from sluice.backends.hopper.kernels.work_units import tail_span, unit_span
+from sluice.backends.hopper.kernels.work_units import tail_span, unit_span_of_warp
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 
@@ -109,7 +109,7 @@ def hopper_chunks_warp_kernel(
     if TAILS:
         tail = gl.maximum(unit - units, 0)
         unit = gl.minimum(unit, units - 1)
-    seq, start, chunk, end = unit_span(unit, cu_seqlens_ptr, N, T, C)
+    seq, start, chunk, end = unit_span_of_warp(unit, cu_seqlens_ptr, N, T, C)
     row = start + chunk * C
     made = row  # where the results for the chunk go
     if TAILS:
