@@ -46,6 +46,7 @@ class Programs(NamedTuple):
 
     heads: int
     registers: int
+    tma: bool = True  # whether keys come by TMA; else a warp loads them into registers
 
 
 FOUR_WARPS = Programs(0, 128)  # four programs per SM
@@ -177,6 +178,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     if form.heads:
         kernel, warps, programs = CHUNKS_WARP, 1, p.HV // form.heads
         more = {"ag_desc": _ag_tiles(p, parts), "HEADS": form.heads}
+        more |= {"k_ptr": None if form.tma else memory["k"], "stride_k_t": p.k.strides[1]}
     else:
         kernel, warps, programs = CHUNKS, 4, p.HK // key_heads(p.HK, p.HV)
         more = {}

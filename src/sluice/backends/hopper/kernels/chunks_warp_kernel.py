@@ -26,6 +26,7 @@ from sluice.backends.hopper.kernels.chunks_warp_inverse import (
     invert_diagonal,
     kk_layout,
     products_of_keys,
+    products_of_keys_in_memory,
 )
 from sluice.backends.hopper.kernels.constants import LOG2_E, NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, async_store, barrier, reinterpret
@@ -57,6 +58,7 @@ def diagonal_layout():
 )
 def hopper_chunks_warp_kernel(
     k_desc,  # [B * T, HK * K], block [C, K]
+    k_ptr,  # the same, where it is loaded without TMA; else None
     ag_desc,  # [B * T, HV * C], block [C, C]
     g_ptr,  # as in chunks_kernel.py, all of the following
     A_log_ptr,
@@ -76,6 +78,7 @@ def hopper_chunks_warp_kernel(
     M,
     every,
     units,
+    stride_k_t,
     stride_g_b,
     stride_g_t,
     stride_g_h,
@@ -99,8 +102,9 @@ def hopper_chunks_warp_kernel(
 
     k_smem = gl.allocate_shared_memory(dtype, [C, K], k_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    fence_async_shared()
+    if k_ptr is None:
+        mbarrier.init(bar, count=1)
+        fence_async_shared()
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
     gdc_launch_dependents()
     pid = gl.program_id(0)
@@ -122,8 +126,9 @@ def hopper_chunks_warp_kernel(
     if (count > 0) & (seq >= N):  # tokens after the last sequence
         zero_output(o_ptr + row.to(gl.int64) * stride_o_t + head * V, count, stride_o_t, HEADS * V)
     if (count > 0) & (seq < N):
-        mbarrier.expect(bar, 2 * C * K)
-        async_load(k_desc, [row, head_k * K], bar, k_smem)
+        if k_ptr is None:
+            mbarrier.expect(bar, 2 * C * K)
+            async_load(k_desc, [row, head_k * K], bar, k_smem)
 
         batch = seq * 0
         t = row
@@ -160,11 +165,15 @@ def hopper_chunks_warp_kernel(
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         kk_rows = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], plain).index(2)
 
-        mbarrier.wait(bar, 0)
-        if count < C:  # other sequences' tokens may be NaN
-            clear_rows(k_smem, count, K)
-        kks = products_of_keys(k_smem, K)
-        barrier()
+        if k_ptr is None:
+            mbarrier.wait(bar, 0)
+            if count < C:  # other sequences' tokens may be NaN
+                clear_rows(k_smem, count, K)
+            kks = products_of_keys(k_smem, K)
+            barrier()
+        else:
+            at = row.to(gl.int64) * stride_k_t + head_k * K
+            kks = products_of_keys_in_memory(k_ptr + at, stride_k_t, count, K)
         if r_k_ptr is not None:
             r_k_at = r_k_ptr + head_k.to(gl.int64) * stride_gates_h + made
             kks = normalized(kks, g2_smem, r_k_at, token, count)
