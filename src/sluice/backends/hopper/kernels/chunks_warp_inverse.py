@@ -113,7 +113,7 @@ def products_of_keys_in_memory(k_ptr, stride_k_t, count, K: gl.constexpr):
     """K Kᵀ as from ``products_of_keys``, of ``count`` keys in memory and zeros after them.
 
     They go to registers and not through shared memory. A product's columns come in the order in
-    which threads have them, 8 t + 4 s + 2 n + e at 16 s + 8 n + 2 t + e: both factors have the same.
+    which threads have them, 8 t + 4 s + 2 n + e at 16 s + 8 n + 2 t + e, in both factors.
     """
     layout: gl.constexpr = half_of_keys()
     row = along(0, 16, layout, 2)

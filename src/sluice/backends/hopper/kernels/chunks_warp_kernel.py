@@ -1,8 +1,8 @@
-"""The parallel half of chunked prefill on Hopper, a warp alone: Ag of a chunk and a few value heads.
+"""The parallel half of chunked prefill on Hopper by single warps: Ag of a chunk and a value head.
 
 What it computes is what chunks_kernel.py computes. A program is one warp. It owns a chunk of
 C = 64 tokens of one key head, makes K Kᵀ in registers, and takes HEADS of the key head's value
-heads one after another. No warp waits for another, and none is idle, whatever the number of value
+heads one after another (1, unless the plan says otherwise). No warp waits for another, and none is idle, whatever the number of value
 heads per key head.
 
 The tile of K has 16 kB. Once K Kᵀ is made, the same memory holds the diagonal blocks of K Kᵀ, the
@@ -37,7 +37,7 @@ from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 @gluon.constexpr_function
 def diagonal_layout():
-    """Ag in shared memory, as TMA stores it, in blocks [4, 4, 16, 16]: (i, j) is at (i xor j, i)."""
+    """Ag in shared memory, as TMA stores it: block (i, j) of [4, 4, 16, 16] is (i xor j, i)."""
     inner = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]]
     outer = [[1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 1, 8], [1, 0, 2, 0], [2, 0, 4, 0], [0, 0, 8, 0]]
     return gl.SharedLinearLayout([*inner, *outer, [1, 1, 0, 0], [2, 2, 0, 0]])
@@ -347,7 +347,8 @@ def keep_ag(
     for i in gl.static_range(4):
         g2_row = row.to(gl.float32)
         if DECAY:
-            g2_row = gl.expand_dims(g2_smem.slice(16 * i, 16, 0).load(gl.SliceLayout(1, block())), 1)
+            g2_row = g2_smem.slice(16 * i, 16, 0).load(gl.SliceLayout(1, block()))
+            g2_row = gl.expand_dims(g2_row, 1)
         blocks = ()
         for j in gl.static_range(4):
             if j < i:
