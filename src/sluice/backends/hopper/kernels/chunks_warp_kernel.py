@@ -2,8 +2,8 @@
 
 What it computes is what chunks_kernel.py computes. A program is one warp. It owns a chunk of
 C = 64 tokens of one key head, makes K Kᵀ in registers, and takes HEADS of the key head's value
-heads one after another (1, unless the plan says otherwise). No warp waits for another, and none is idle, whatever the number of value
-heads per key head.
+heads one after another (1, unless the plan says otherwise). No warp waits for another, and none is
+idle, whatever the number of value heads per key head.
 
 The tile of K has 16 kB. Once K Kᵀ is made, the same memory holds the diagonal blocks of K Kᵀ, the
 two terms of A_d, and Ag, which leaves by TMA. So twelve programs fit on an SM.
