@@ -20,9 +20,11 @@ from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
 CHUNKS = Kernel("sluice.backends.hopper.kernels.chunks_kernel", "hopper_chunks_kernel")
+CHUNKS_WARP = Kernel(
+    "sluice.backends.hopper.kernels.chunks_warp_kernel", "hopper_chunks_warp_kernel"
+)
 STATE = Kernel("sluice.backends.hopper.kernels.state_kernel", "hopper_state_kernel")
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory
-CHUNK_REGISTERS = 128  # per thread of the parallel half: four programs per SM
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
 """Tokens of a segment: what a plan may choose."""
 STATE_TOKENS, ROOM = 512, 0.94
@@ -32,6 +34,25 @@ CHUNK_US = {64: 1.5, 128: 2.5}
 EFFECT_US, JOIN_US, LAUNCH_US = 1.3, 3.4, 8.0
 """The plan's model in microseconds, measured on an H200 (docs/kernels/prefill_log.md): one chunk by
 BLOCK_V, one chunk of a segment's effect, one join, one more launch."""
+
+
+class Programs(NamedTuple):
+    """What a program of the parallel half is.
+
+    ``heads``: a program is one warp, and takes so many value heads of a key head one after another,
+    a divisor of their number; 0: it has four warps, and each has a value head. ``registers``: at
+    most, per thread; they decide how many programs an SM holds.
+    """
+
+    heads: int
+    registers: int
+    tma: bool = True  # whether keys come by TMA; else a warp loads them into registers
+
+
+FOUR_WARPS = Programs(0, 128)  # four programs per SM
+ONE_WARP = Programs(1, 168)  # twelve programs per SM
+CHUNK_PROGRAMS = {1: ONE_WARP, 2: ONE_WARP, 3: ONE_WARP, 4: ONE_WARP}
+"""By value heads per key head; ``FOUR_WARPS`` where they are not named."""
 
 
 class Plan(NamedTuple):
@@ -156,13 +177,22 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
 
 def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
-    heads, units = key_heads(p.HK, p.HV), units_of(p, CHUNK, tail=True)
+    units = units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
     saves = checkpoints(p, memory)
+    form = CHUNK_PROGRAMS.get(p.HV // p.HK, FOUR_WARPS)
+    if form.heads:
+        kernel, warps, programs = CHUNKS_WARP, 1, p.HV // form.heads
+        more = {"ag_desc": _ag_tiles(p, parts), "HEADS": form.heads}
+        more |= {"k_ptr": None if form.tma else memory["k"], "stride_k_t": p.k.strides[1]}
+    else:
+        kernel, warps, programs = CHUNKS, 4, p.HK // key_heads(p.HK, p.HV)
+        more = {}
     return _call(
-        CHUNKS,
-        (units + tails(p)) * (p.HK // heads),
-        maxnreg=CHUNK_REGISTERS,
+        kernel,
+        (units + tails(p)) * programs,
+        warps=warps,
+        maxnreg=form.registers,
         k_desc=_tiles(p, "k", p.K),
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
@@ -193,6 +223,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         V=p.V,
         RAW_BETA=p.raw_gates,
         TAILS=with_tails,
+        **more,
     )
 
 
@@ -226,13 +257,7 @@ def states_call(
         q_desc=_tiles(p, "q", COPY_WIDTH),
         k_desc=_tiles(p, "k", COPY_WIDTH),
         v_desc=_tiles(p, "v", COPY_WIDTH),
-        ag_desc=Tiles(
-            parts.ag.source,
-            p.dtype,
-            (rows(p), p.HV * CHUNK),
-            (p.HV * CHUNK, 1),
-            (CHUNK, CHUNK),
-        ),
+        ag_desc=_ag_tiles(p, parts),
         o_desc=_tiles(p, _out(p), COPY_WIDTH),
         o_ptr=memory[_out(p)],
         beta32_ptr=parts.beta32,
@@ -267,9 +292,9 @@ def states_call(
 
 
 def _call(
-    kernel: Kernel, programs: int, maxnreg: int | None = None, **arguments: Any
+    kernel: Kernel, programs: int, maxnreg: int | None = None, warps: int = 4, **arguments: Any
 ) -> KernelCall:
-    options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "launch_pdl": True, "enable_fp_fusion": True}
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
     return KernelCall(kernel, programs, options, arguments)
@@ -278,6 +303,11 @@ def _call(
 def _out(p: DeltaSpec) -> str:
     """A first pass alone has no output, and no tokens after its rows that need zeros."""
     return "v" if p.out is None else "out"
+
+
+def _ag_tiles(p: DeltaSpec, parts: Parts) -> Tiles:
+    shape, strides = (rows(p), p.HV * CHUNK), (p.HV * CHUNK, 1)
+    return Tiles(parts.ag.source, p.dtype, shape, strides, (CHUNK, CHUNK))
 
 
 def _tiles(p: DeltaSpec, name: str, width: int) -> Tiles:

@@ -78,6 +78,31 @@ def counted_span(unit, cu_seqlens_ptr, N, T, size):
         return low, start, unit - (start // size + low), end
 
 
+def unit_span_of_warp(unit, cu_seqlens_ptr, N, T, size):
+    """``unit_span`` for a program of one warp: of up to 31 sequences its lanes look at all at once.
+
+    Whatever their number, one load waits for memory, not one per step of a search.
+    """
+    if cu_seqlens_ptr is None:
+        seq, start, number, end = unit_span(unit, cu_seqlens_ptr, N, T, size)
+    else:
+        seq = unit * 0
+        start = seq
+        end = seq
+        number = seq
+        if N < 32:
+            i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+            first = gl.load(cu_seqlens_ptr + gl.minimum(i, N)).to(gl.int32)
+            begun = ((first // size + i <= unit) & (i <= N)) | (i == 0)
+            seq = gl.sum(begun.to(gl.int32), axis=0) - 1
+            start = gl.max(gl.where(begun, first, 0), axis=0)
+            end = gl.min(gl.where(begun | (i > N), T, first), axis=0)
+            number = unit - (start // size + seq)
+        else:
+            seq, start, number, end = unit_span(unit, cu_seqlens_ptr, N, T, size)
+    return seq, start, number, end
+
+
 @gluon.jit
 def tail_span(tail, cu_seqlens_ptr, positions_ptr, every, T, M):
     """The sequence of a checkpoint's tail, its first token and its end.
