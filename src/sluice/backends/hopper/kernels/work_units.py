@@ -78,6 +78,7 @@ def counted_span(unit, cu_seqlens_ptr, N, T, size):
         return low, start, unit - (start // size + low), end
 
 
+@gluon.jit
 def unit_span_of_warp(unit, cu_seqlens_ptr, N, T, size):
     """``unit_span`` for a program of one warp: of up to 31 sequences its lanes look at all at once.
 
