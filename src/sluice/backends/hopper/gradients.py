@@ -57,6 +57,7 @@ def gradient_calls(p: DeltaBackwardSpec, memory: Binding, w: Parts) -> list[Kern
         "A_log_ptr": memory.dense("A_log"),
         "dt_bias_ptr": memory.dense("dt_bias"),
         "hard_ptr": w.hard,
+        "by_low_ptr": w.by_low,
         "beta32_ptr": w.beta32,
         "g2_ptr": w.g2,
         "decay_in_ptr": w.decay_in,

@@ -1,11 +1,12 @@
 """The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
 
 Seven kernels: what depends on no state (two), the states forward, their gradients back, pairs of
-tokens, the gradients of queries, and those of keys and gates; with raw gates one more sums over
-chunks, and long sequences of few heads are split by three more. Nothing of the forward pass is kept
+tokens, the gradients of queries, and those of keys and gates; with bfloat16 and decay one more adds
+low terms of hard chunks, with raw gates one sums over chunks, and long sequences of few heads are
+split by three more. Nothing of the forward pass is kept
 but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the
 states before and after each chunk 2 each, E and Y 1 each, P, Bg, N and H 0.5 each, factors 0.1; low
-terms 3 with bfloat16; segments at most ROOM.
+terms with bfloat16 3, and 4 more with decay; segments at most ROOM.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ WALK = Kernel(_FOLDER + "backward_walk", "backward_walk_kernel")
 PAIRS = Kernel(_FOLDER + "backward_pairs", "backward_pairs_kernel")
 QUERIES = Kernel(_FOLDER + "backward_gradients", "backward_queries_kernel")
 KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
+LOWS = Kernel(_FOLDER + "backward_lows", "backward_lows_kernel")
 SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
 
 
@@ -68,6 +70,7 @@ class Plan(NamedTuple):
     pairs: Config  # BLOCK_V: value columns per step, as in the next two
     queries: Config
     keys: Config  # PIECE_K: columns of dK at a time
+    lows: Config  # BLOCK_V, PIECE_K: columns at a time
     segment: int = 0  # tokens; 0: no sequence is split
 
 
@@ -76,7 +79,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     columns = max(16, configs.power_of_two(p.V))
     if p.dtype == torch.float32:
         few = Config(num_warps=WARPS, BLOCK_V=16, PIECE_K=64)
-        return Plan(few, few, few, few, few, few)
+        return Plan(few, few, few, few, few, few, few)
     wide = p.K > 128
     large = gpu.shared_memory(p.device) >= 160 << 10
     rows = 64 if gpu.has_wgmma(p.device) else 32
@@ -94,6 +97,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
         pairs=last,
         queries=last,
         keys=last._replace(PIECE_K=piece),
+        lows=last._replace(PIECE_K=piece),
         segment=0 if wide else best_segment(p, block, gpu.processors(p.device)),
     )
 
@@ -150,6 +154,7 @@ class Parts(NamedTuple):
     g2: Pointer | None  # [HV, tokens]; None without g
     g2_low: Pointer | None  # [HV, tokens]; None without g, unless float32
     by_query: Pointer | None  # [HO, tokens]
+    by_low: Pointer | None  # [HV, tokens]; None without g, unless there are low terms
     by_gate: Pointer | None  # [units, 2, HV]; None without raw gates
     decay_in: Pointer  # [HV, tokens]
     decay_out: Pointer
@@ -158,6 +163,8 @@ class Parts(NamedTuple):
     r_q: Pointer | None  # [tokens, HQ]
     before: Pointer  # [slots, HV, V, K]: S
     after: Pointer  # [slots, HV, V, K]: dS
+    before_low: Pointer | None  # their low terms, in hard chunks; None without g too
+    after_low: Pointer | None
     segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
 
 
@@ -192,6 +199,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
         g2=part(gated, "ws.g2", p.HV, tokens),
         g2_low=part(gated and exact, "ws.g2_low", p.HV, tokens),
         by_query=part(gated, "ws.by_query", p.HO, tokens),
+        by_low=part(lows and gated, "ws.by_low", p.HV, tokens),
         by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
         decay_in=part(True, "ws.decay_in", p.HV, tokens),
         decay_out=part(True, "ws.decay_out", p.HV, tokens),
@@ -200,6 +208,8 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
         r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
         before=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
         after=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        before_low=part(lows and gated, "ws.S_low", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        after_low=part(lows and gated, "ws.dS_low", slots, p.HV, p.V, p.K, dtype=p.dtype),
         segments=part(segments > 0, "ws.segments", segments, p.HV, 2 * p.V + p.K, p.K),
     )
 
@@ -318,6 +328,8 @@ def planned_launches(
         )
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
     calls += (walks or _walks)(p, memory, w, plan, sizes, segments)
+    if w.by_low is not None:
+        calls.append(_lows(p, memory, w, plan, sizes, units))
     if gradients is None:
         calls += _gradients(p, memory, w, plan, sizes, units)
     else:
@@ -356,7 +368,7 @@ def _walks(
         "STATE_KV": p.state_layout == "kv",
     }
 
-    def states(effect: bool) -> KernelCall:
+    def states(effect: bool, hard: bool) -> KernelCall:
         blocks = columns + configs.blocks(p.K, plan.states.BLOCK_V) if effect else columns
         return kernel_call(
             STATES,
@@ -369,9 +381,11 @@ def _walks(
             e_low_ptr=w.e_low,
             state_ptr=memory.dense("state"),
             S_ptr=w.before,
+            S_low_ptr=w.before_low,
             **memory.strides("v", "bth"),
             STAGES=plan.states.num_stages,
             EFFECT=effect,
+            HARD=hard,
         )
 
     def walk(effect: bool, hard: bool) -> KernelCall:
@@ -390,6 +404,7 @@ def _walks(
             y_ptr=w.y,
             y_low_ptr=w.y_low,
             dS_ptr=w.after,
+            dS_low_ptr=w.after_low,
             dfinal_ptr=memory.dense("dfinal"),
             dstate_ptr=memory["dstate"],
             **memory.strides("q", "bth"),
@@ -399,15 +414,17 @@ def _walks(
             HARD=hard,
         )
 
-    walks = [walk(False, hard) for hard in launches_by_hardness(w)]
+    def both(effect: bool) -> list[KernelCall]:
+        kinds = launches_by_hardness(w)
+        return [make(effect, hard) for make in (states, walk) for hard in kinds]
+
     if not split:
-        return [states(False), *walks]
-    effects = [walk(True, hard) for hard in launches_by_hardness(w)]
-    return [states(True), *effects, join_call(p, memory, w, plan), states(False), *walks]
+        return both(False)
+    return [*both(True), join_call(p, memory, w, plan), *both(False)]
 
 
 def launches_by_hardness(w: Parts) -> tuple[bool, ...]:
-    """HARD of each launch of a walk back: once for programs without a hard chunk, once for those
+    """HARD of each launch of a walk: once for programs without a hard chunk, once for those
     with one; where no chunk is hard, once."""
     return (False,) if w.hard is None else (False, True)
 
@@ -434,6 +451,46 @@ def join_call(p: DeltaBackwardSpec, memory: Binding, w: Parts, plan: Plan) -> Ke
         STAGES=2 if gpu.shared_memory(p.device) >= 160 << 10 else 1,
         PRECISION=EXACT,
         STATE_KV=p.state_layout == "kv",
+    )
+
+
+def _lows(
+    p: DeltaBackwardSpec,
+    memory: Binding,
+    w: Parts,
+    plan: Plan,
+    sizes: dict[str, Any],
+    units: int,
+) -> KernelCall:
+    """What the low terms of hard chunks add to the gradients of decays."""
+    return kernel_call(
+        LOWS,
+        units * p.HV,
+        plan.lows,
+        p.device,
+        q_ptr=memory["q"],
+        k_ptr=memory["k"],
+        do_ptr=memory["do"],
+        e_ptr=w.e,
+        y_ptr=w.y,
+        y_low_ptr=w.y_low,
+        hard_ptr=w.hard,
+        S_ptr=w.before,
+        S_low_ptr=w.before_low,
+        dS_ptr=w.after,
+        dS_low_ptr=w.after_low,
+        beta32_ptr=w.beta32,
+        g2_ptr=w.g2,
+        decay_in_ptr=w.decay_in,
+        decay_out_ptr=w.decay_out,
+        decay_q_ptr=w.decay_q,
+        by_low_ptr=w.by_low,
+        **sizes,
+        **memory.strides("q", "bth"),
+        **memory.strides("k", "bth"),
+        HQ=p.HQ,
+        BLOCK_V=plan.lows.BLOCK_V,
+        PIECE=min(plan.lows.PIECE_K, sizes["BLOCK_K"]),
     )
 
 
@@ -525,6 +582,7 @@ def _gradients(
         dS_ptr=w.after,
         by_pair_ptr=w.by_pair,
         by_query_ptr=w.by_query,
+        by_low_ptr=w.by_low,
         beta32_ptr=w.beta32,
         g2_ptr=w.g2,
         decay_in_ptr=w.decay_in,

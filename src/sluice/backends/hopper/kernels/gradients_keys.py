@@ -182,6 +182,10 @@ def store_dg(args, dg, head):
     own = rows < chunk.count
     head_v = chunk.first_head + head
     HV = chunk.heads_k * chunk.heads
+    if chunk.LOWS:
+        if chunk.is_hard:
+            at = head_v.to(gl.int64) * chunk.tokens + chunk.row
+            dg += per_token(args.by_low_ptr, at, chunk.count, dg.type.layout)
     if args.A_log_ptr is not None:
         at = rows.to(gl.int64) * args.stride_g_t + head_v * args.stride_g_h
         a = gl.load(args.g_ptr + at, mask=own, other=0.0).to(gl.float32)
