@@ -22,11 +22,12 @@ FEW = [
     SAME.of(name="70 identical", T=70),
     SAME.of(name="70 identical, decay 1", T=70, rate=1.0),
     SAME.of(name="129 identical", T=129),
+    SAME.of(name="65 identical, decay 1", T=65, HV=1, rate=1.0),
     USUAL.of(name="10 tokens, decay 20", T=10, rate=20.0),
     USUAL.of(name="64 tokens, decay 20", T=64, rate=20.0),
 ]
 """What bfloat16 states and errors are not enough for: in these draws nearly all of dg or of dbeta
-cancels. Of the last three, one ends with a chunk of one token, two have no other chunk."""
+cancels. The third and the fourth end with a chunk of one token, the last two have but one chunk."""
 HARD = [
     SAME,
     *FEW,
