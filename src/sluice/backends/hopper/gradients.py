@@ -10,7 +10,7 @@ import torch
 
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.prefill_arguments import units_of
-from sluice.backends.triton.prefill_backward import Parts
+from sluice.backends.triton.prefill_backward_parts import Parts
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 

@@ -18,6 +18,7 @@ from sluice.backends.triton import prefill_backward as portable
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.prefill_arguments import WHOLE
+from sluice.backends.triton.prefill_backward_parts import Parts
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -49,7 +50,7 @@ def plan_of(p: DeltaBackwardSpec) -> portable.Plan:
 def walks(
     p: DeltaBackwardSpec,
     memory: Binding,
-    w: portable.Parts,
+    w: Parts,
     plan: portable.Plan,
     sizes: dict[str, Any],
     segments: int,

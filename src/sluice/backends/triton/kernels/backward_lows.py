@@ -11,7 +11,6 @@ are two terms, and with x' for the low term of x this kernel makes
 The rest is made where the other gradients are, in ordinary chunks and in hard ones. A program owns
 a chunk of a value head, and does nothing unless the chunk is hard.
 """
-# ruff: noqa: SIM102 (what a pointer decides is an if of its own)
 
 from __future__ import annotations
 
@@ -132,9 +131,7 @@ def backward_lows_kernel(
                     do_ptr + (in_row * HO + head_o) * V, S_low_ptr, q_at, t, end, HO * V,
                     stride_q_t, K, V, PIECE, BLOCK_V, PRECISION,
                 )  # fmt: skip
-                asked += read * load_vector(
-                    decay_q_ptr, head_o.to(tl.int64) * tokens + token, rows
-                )
+                asked += read * load_vector(decay_q_ptr, head_o.to(tl.int64) * tokens + token, rows)
         before = offs_c[None, :] < offs_c[:, None]
         dg = kept + tl.sum(tl.where(before, wrote[None, :], asked[None, :]), axis=1)
         tl.store(by_low_ptr + of_value, dg, mask=rows)

@@ -43,9 +43,7 @@ from sluice.backends.triton.kernels.work_units import unit_span
 
 
 @triton.jit
-def resolved(
-    x, b, down, hard, TURNED: tl.constexpr, PRECISION: tl.constexpr, HARD: tl.constexpr
-):
+def resolved(x, b, down, hard, TURNED: tl.constexpr, PRECISION: tl.constexpr, HARD: tl.constexpr):
     """x Bgᵀ, or x Bg if TURNED; ``b`` is Bg / down. In a hard chunk x is two terms."""
     b = b if TURNED else tl.trans(b)
     if b.dtype == tl.float32:

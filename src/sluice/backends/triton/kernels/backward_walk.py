@@ -11,10 +11,10 @@ The gradient of the state after each chunk is stored in the dtype of the inputs,
 nothing can be divided by beta. With EFFECT nothing is stored but dS_zero of the segment.
 
 In hard chunks (backward_chunks.py) dS is a sum of two terms where it meets the keys and where it is
-stored, and so is what Bg multiplies and all that dS takes. What queries ask of a state adds up in dS, chunk by chunk, while along keys that
-repeat nearly all of it cancels: rounded once, dV would have an error that grows with the length of
-the sequence. Programs with a hard chunk have a launch of their own, so that these terms take no
-registers from the others.
+stored, and so is what Bg multiplies and all that dS takes. What queries ask of a state adds up in
+dS, chunk by chunk, while along keys that repeat nearly all of it cancels: rounded once, dV would
+have an error that grows with the length of the sequence. Programs with a hard chunk have a launch
+of their own, so that these terms take no registers from the others.
 """
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
 
