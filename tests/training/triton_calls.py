@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.training.calls import Call
-from tests.training.hopper_calls import FEW
 
 SMALL = Call("base", B=1, HQ=1, HK=1, HV=2, K=16, V=24)
 KINDS = [
@@ -77,7 +76,6 @@ WIDE = [
         beta="one",
     ),
     Call("256", B=1, T=70, HV=2, K=256, V=256),
-    *FEW,
 ]
 WIDE_KEYS = [
     Call("per key, 128", B=1, T=200, K=128, V=128, decay="key"),
