@@ -10,7 +10,7 @@ from sluice import calls
 from sluice.backends.hopper import prefill_backward
 from sluice.testing.compare import assert_same_bits
 from tests.suite import backends
-from tests.training.hopper_calls import HARD, KINDS, SPLIT, USUAL
+from tests.training.hopper_calls import FEW, HARD, KINDS, SPLIT, USUAL
 from tests.training.kernel_calls import backward_of, check, drawn
 
 pytestmark = [
@@ -24,6 +24,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=s
 @pytest.mark.parametrize("call", [*KINDS, *HARD], ids=str)
 def test_gradients(call, dtype):
     check(call, dtype, "hopper")
+
+
+@pytest.mark.parametrize("call", FEW, ids=str)
+def test_gradients_that_nearly_cancel(call):
+    check(call, torch.bfloat16, "hopper")
 
 
 @DTYPES

@@ -16,6 +16,7 @@ from sluice import calls
 from sluice.backends.triton import prefill_backward
 from sluice.testing.compare import assert_same_bits
 from tests.suite import COMPILED, DEVICE, backends
+from tests.training.hopper_calls import FEW
 from tests.training.kernel_calls import backward_of, check, drawn
 from tests.training.triton_calls import (
     HARD,
@@ -66,6 +67,12 @@ def test_gradients_with_decay_per_key_in_16_bits(call):
 @pytest.mark.parametrize("call", [*WIDE, *WIDE_KEYS], ids=str)
 def test_gradients_of_wide_heads(call, dtype):
     check(call, dtype)
+
+
+@needs_gpu
+@pytest.mark.parametrize("call", FEW, ids=str)
+def test_gradients_that_nearly_cancel(call):
+    check(call, torch.bfloat16)
 
 
 @needs_gpu

@@ -10,7 +10,7 @@ import torch
 
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.prefill_arguments import units_of
-from sluice.backends.triton.prefill_backward import Parts
+from sluice.backends.triton.prefill_backward_parts import Parts
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -57,6 +57,7 @@ def gradient_calls(p: DeltaBackwardSpec, memory: Binding, w: Parts) -> list[Kern
         "A_log_ptr": memory.dense("A_log"),
         "dt_bias_ptr": memory.dense("dt_bias"),
         "hard_ptr": w.hard,
+        "by_low_ptr": w.by_low,
         "beta32_ptr": w.beta32,
         "g2_ptr": w.g2,
         "decay_in_ptr": w.decay_in,

@@ -18,6 +18,7 @@ from sluice.backends.triton import prefill_backward as portable
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.prefill_arguments import WHOLE
+from sluice.backends.triton.prefill_backward_parts import Parts
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -49,7 +50,7 @@ def plan_of(p: DeltaBackwardSpec) -> portable.Plan:
 def walks(
     p: DeltaBackwardSpec,
     memory: Binding,
-    w: portable.Parts,
+    w: Parts,
     plan: portable.Plan,
     sizes: dict[str, Any],
     segments: int,
@@ -84,7 +85,7 @@ def walks(
         "STATE_KV": p.state_layout == "kv",
     }
 
-    def states(effect: bool) -> KernelCall:
+    def states(effect: bool, hard: bool) -> KernelCall:
         blocks = (p.V + p.K if effect else p.V) // BLOCK_V
         return _call(
             segments * p.HV * blocks,
@@ -95,11 +96,12 @@ def walks(
                 "y_desc": _tiles(w.e, tokens, row, CHUNK, COPY_WIDTH),
                 "y_ptr": w.e,
                 "y_low_ptr": w.e_low,
+                "x_low_ptr": w.before_low,
                 "state_ptr": memory.dense("state"),
                 "dstate_ptr": None,
                 "BACK": False,
                 "EFFECT": effect,
-                "HARD": False,
+                "HARD": hard,
             },
         )
 
@@ -117,6 +119,7 @@ def walks(
                 "y_ptr": w.y,
                 "dv_ptr": memory["dv"],
                 "y_low_ptr": w.y_low,
+                "x_low_ptr": w.after_low,
                 "p_low_ptr": w.p_low,
                 "decay_q_ptr": w.decay_q,
                 "state_ptr": memory.dense("dfinal"),
@@ -127,12 +130,13 @@ def walks(
             },
         )
 
-    walks = [walk(False, hard) for hard in portable.launches_by_hardness(w)]
+    def both(effect: bool) -> list[KernelCall]:
+        kinds = portable.launches_by_hardness(w)
+        return [make(effect, hard) for make in (states, walk) for hard in kinds]
+
     if not split:
-        return [states(False), *walks]
-    effects = [walk(True, hard) for hard in portable.launches_by_hardness(w)]
-    join = portable.join_call(p, memory, w, plan)
-    return [states(True), *effects, join, states(False), *walks]
+        return both(False)
+    return [*both(True), portable.join_call(p, memory, w, plan), *both(False)]
 
 
 def _call(programs: int, **arguments: Any) -> KernelCall:

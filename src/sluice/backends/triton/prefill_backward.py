@@ -1,11 +1,12 @@
 """The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
 
 Seven kernels: what depends on no state (two), the states forward, their gradients back, pairs of
-tokens, the gradients of queries, and those of keys and gates; with raw gates one more sums over
-chunks, and long sequences of few heads are split by three more. Nothing of the forward pass is kept
+tokens, the gradients of queries, and those of keys and gates; with bfloat16 and decay one more adds
+low terms of hard chunks, with raw gates one sums over chunks, and long sequences of few heads are
+split by three more. Nothing of the forward pass is kept
 but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the
 states before and after each chunk 2 each, E and Y 1 each, P, Bg, N and H 0.5 each, factors 0.1; low
-terms 3 with bfloat16; segments at most ROOM.
+terms with bfloat16 3, and 4 more with decay; segments at most ROOM.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sluice.backends.triton.prefill import (
     STAGES,
 )
 from sluice.backends.triton.prefill_arguments import WHOLE, units_of
+from sluice.backends.triton.prefill_backward_parts import Parts, workspace
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -39,6 +41,7 @@ WALK = Kernel(_FOLDER + "backward_walk", "backward_walk_kernel")
 PAIRS = Kernel(_FOLDER + "backward_pairs", "backward_pairs_kernel")
 QUERIES = Kernel(_FOLDER + "backward_gradients", "backward_queries_kernel")
 KEYS = Kernel(_FOLDER + "backward_gradients", "backward_keys_kernel")
+LOWS = Kernel(_FOLDER + "backward_lows", "backward_lows_kernel")
 SUMS = Kernel(_FOLDER + "backward_gradients", "backward_sums_kernel")
 
 
@@ -68,6 +71,7 @@ class Plan(NamedTuple):
     pairs: Config  # BLOCK_V: value columns per step, as in the next two
     queries: Config
     keys: Config  # PIECE_K: columns of dK at a time
+    lows: Config  # BLOCK_V, PIECE_K: columns at a time
     segment: int = 0  # tokens; 0: no sequence is split
 
 
@@ -76,7 +80,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     columns = max(16, configs.power_of_two(p.V))
     if p.dtype == torch.float32:
         few = Config(num_warps=WARPS, BLOCK_V=16, PIECE_K=64)
-        return Plan(few, few, few, few, few, few)
+        return Plan(few, few, few, few, few, few, few)
     wide = p.K > 128
     large = gpu.shared_memory(p.device) >= 160 << 10
     rows = 64 if gpu.has_wgmma(p.device) else 32
@@ -94,6 +98,7 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
         pairs=last,
         queries=last,
         keys=last._replace(PIECE_K=piece),
+        lows=last._replace(PIECE_K=piece),
         segment=0 if wide else best_segment(p, block, gpu.processors(p.device)),
     )
 
@@ -126,82 +131,6 @@ def best_segment(
         return chunks * in_chunks + segments * JOIN_US + LAUNCHES_US
 
     return min([0, *lengths], key=cost)
-
-
-class Parts(NamedTuple):
-    """The workspace."""
-
-    p: Pointer | None  # [tokens, HO, C]; None without dO
-    p_low: Pointer | None  # low terms, in hard chunks; None without beta, unless bfloat16
-    e_low: Pointer | None  # [tokens, HV, V]
-    y: Pointer | None  # [tokens, HV, V]; None without beta
-    y_low: Pointer | None
-    hard: Pointer | None  # [HV, slots] int32
-    n: Pointer | None  # [tokens, HO, C]; None without dO
-    n_low: Pointer | None
-    n_down: Pointer | None  # [HO, slots]; None without dO, unless float16
-    h: Pointer | None  # [tokens, HV, C]; None without beta
-    h_down: Pointer | None  # [HV, slots]; None without beta, unless float16
-    by_pair: Pointer | None  # [HV, tokens]; None without g
-    b: Pointer | None  # [tokens, HV, C]; None without beta
-    b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
-    beta32: Pointer | None  # [HV, tokens]
-    e: Pointer | None  # [tokens, HV, V]
-    g2: Pointer | None  # [HV, tokens]; None without g
-    g2_low: Pointer | None  # [HV, tokens]; None without g, unless float32
-    by_query: Pointer | None  # [HO, tokens]
-    by_gate: Pointer | None  # [units, 2, HV]; None without raw gates
-    decay_in: Pointer  # [HV, tokens]
-    decay_out: Pointer
-    decay_q: Pointer  # [HO, tokens]
-    r_k: Pointer | None  # [HK, tokens]; None without norm
-    r_q: Pointer | None  # [tokens, HQ]
-    before: Pointer  # [slots, HV, V, K]: S
-    after: Pointer  # [slots, HV, V, K]: dS
-    segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
-
-
-def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
-    """Lay out the workspace."""
-    tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N
-    exact, gated, delta = p.dtype == torch.float32, p.g is not None, p.beta is not None
-
-    def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
-        return memory.scratch(name, *shape, dtype=dtype) if wanted else None
-
-    lows = delta and p.dtype == torch.bfloat16
-    scaled = p.dtype == torch.float16
-    half = torch.float32 if exact else torch.float16
-    return Parts(
-        p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
-        p_low=part(lows and p.do is not None, "ws.p_low", tokens, p.HO, CHUNK, dtype=p.dtype),
-        e_low=part(lows, "ws.e_low", tokens, p.HV, p.V, dtype=p.dtype),
-        y=part(delta, "ws.y", tokens, p.HV, p.V, dtype=p.dtype),
-        y_low=part(lows, "ws.y_low", tokens, p.HV, p.V, dtype=p.dtype),
-        hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
-        n=part(p.do is not None, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
-        n_low=part(lows and p.do is not None, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
-        n_down=part(scaled and p.do is not None, "ws.n_down", p.HO, slots),
-        h_down=part(scaled and delta, "ws.h_down", p.HV, slots),
-        h=part(delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
-        by_pair=part(gated, "ws.by_pair", p.HV, tokens),
-        b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
-        b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
-        beta32=part(delta, "ws.beta32", p.HV, tokens),
-        e=part(delta, "ws.e", tokens, p.HV, p.V, dtype=p.dtype),
-        g2=part(gated, "ws.g2", p.HV, tokens),
-        g2_low=part(gated and exact, "ws.g2_low", p.HV, tokens),
-        by_query=part(gated, "ws.by_query", p.HO, tokens),
-        by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
-        decay_in=part(True, "ws.decay_in", p.HV, tokens),
-        decay_out=part(True, "ws.decay_out", p.HV, tokens),
-        decay_q=part(True, "ws.decay_q", p.HO, tokens),
-        r_k=part(p.normalize_qk, "ws.r_k", p.HK, tokens),
-        r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
-        before=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
-        after=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
-        segments=part(segments > 0, "ws.segments", segments, p.HV, 2 * p.V + p.K, p.K),
-    )
 
 
 def launches(spec: DeltaBackwardSpec) -> Launches:
@@ -318,6 +247,8 @@ def planned_launches(
         )
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
     calls += (walks or _walks)(p, memory, w, plan, sizes, segments)
+    if w.by_low is not None:
+        calls.append(_lows(p, memory, w, plan, sizes, units))
     if gradients is None:
         calls += _gradients(p, memory, w, plan, sizes, units)
     else:
@@ -356,7 +287,7 @@ def _walks(
         "STATE_KV": p.state_layout == "kv",
     }
 
-    def states(effect: bool) -> KernelCall:
+    def states(effect: bool, hard: bool) -> KernelCall:
         blocks = columns + configs.blocks(p.K, plan.states.BLOCK_V) if effect else columns
         return kernel_call(
             STATES,
@@ -369,9 +300,11 @@ def _walks(
             e_low_ptr=w.e_low,
             state_ptr=memory.dense("state"),
             S_ptr=w.before,
+            S_low_ptr=w.before_low,
             **memory.strides("v", "bth"),
             STAGES=plan.states.num_stages,
             EFFECT=effect,
+            HARD=hard,
         )
 
     def walk(effect: bool, hard: bool) -> KernelCall:
@@ -390,6 +323,7 @@ def _walks(
             y_ptr=w.y,
             y_low_ptr=w.y_low,
             dS_ptr=w.after,
+            dS_low_ptr=w.after_low,
             dfinal_ptr=memory.dense("dfinal"),
             dstate_ptr=memory["dstate"],
             **memory.strides("q", "bth"),
@@ -399,15 +333,17 @@ def _walks(
             HARD=hard,
         )
 
-    walks = [walk(False, hard) for hard in launches_by_hardness(w)]
+    def both(effect: bool) -> list[KernelCall]:
+        kinds = launches_by_hardness(w)
+        return [make(effect, hard) for make in (states, walk) for hard in kinds]
+
     if not split:
-        return [states(False), *walks]
-    effects = [walk(True, hard) for hard in launches_by_hardness(w)]
-    return [states(True), *effects, join_call(p, memory, w, plan), states(False), *walks]
+        return both(False)
+    return [*both(True), join_call(p, memory, w, plan), *both(False)]
 
 
 def launches_by_hardness(w: Parts) -> tuple[bool, ...]:
-    """HARD of each launch of a walk back: once for programs without a hard chunk, once for those
+    """HARD of each launch of a walk: once for programs without a hard chunk, once for those
     with one; where no chunk is hard, once."""
     return (False,) if w.hard is None else (False, True)
 
@@ -434,6 +370,46 @@ def join_call(p: DeltaBackwardSpec, memory: Binding, w: Parts, plan: Plan) -> Ke
         STAGES=2 if gpu.shared_memory(p.device) >= 160 << 10 else 1,
         PRECISION=EXACT,
         STATE_KV=p.state_layout == "kv",
+    )
+
+
+def _lows(
+    p: DeltaBackwardSpec,
+    memory: Binding,
+    w: Parts,
+    plan: Plan,
+    sizes: dict[str, Any],
+    units: int,
+) -> KernelCall:
+    """What the low terms of hard chunks add to the gradients of decays."""
+    return kernel_call(
+        LOWS,
+        units * p.HV,
+        plan.lows,
+        p.device,
+        q_ptr=memory["q"],
+        k_ptr=memory["k"],
+        do_ptr=memory["do"],
+        e_ptr=w.e,
+        y_ptr=w.y,
+        y_low_ptr=w.y_low,
+        hard_ptr=w.hard,
+        S_ptr=w.before,
+        S_low_ptr=w.before_low,
+        dS_ptr=w.after,
+        dS_low_ptr=w.after_low,
+        beta32_ptr=w.beta32,
+        g2_ptr=w.g2,
+        decay_in_ptr=w.decay_in,
+        decay_out_ptr=w.decay_out,
+        decay_q_ptr=w.decay_q,
+        by_low_ptr=w.by_low,
+        **sizes,
+        **memory.strides("q", "bth"),
+        **memory.strides("k", "bth"),
+        HQ=p.HQ,
+        BLOCK_V=plan.lows.BLOCK_V,
+        PIECE=min(plan.lows.PIECE_K, sizes["BLOCK_K"]),
     )
 
 
@@ -525,6 +501,7 @@ def _gradients(
         dS_ptr=w.after,
         by_pair_ptr=w.by_pair,
         by_query_ptr=w.by_query,
+        by_low_ptr=w.by_low,
         beta32_ptr=w.beta32,
         g2_ptr=w.g2,
         decay_in_ptr=w.decay_in,

@@ -18,7 +18,7 @@ class WalkSizes:
     STATE_KV: gl.constexpr  # initial states and their gradients are [K, V], not [V, K]
     BACK: gl.constexpr  # from the last chunk to the first
     EFFECT: gl.constexpr  # only X after a segment
-    LOWS: gl.constexpr  # a chunk may be hard
+    HARD: gl.constexpr  # a chunk may be hard
 
 
 @aggregate
@@ -69,6 +69,7 @@ class WalkArgs:
     dv_desc: tma.tensor_descriptor | gl.constexpr
     y_ptr: gl.tensor  # of this program's first column, as the next three
     y_low_ptr: gl.tensor | gl.constexpr  # None: no low terms
+    x_low_ptr: gl.tensor | gl.constexpr  # of the first row of x_desc; None: not wanted
     dv_ptr: gl.tensor | gl.constexpr
     p_low_ptr: gl.tensor | gl.constexpr
     hard_ptr: gl.tensor | gl.constexpr  # of this program's first chunk; None: no chunk is hard

@@ -5,8 +5,8 @@ one that nothing waits for (Pᵀ dO, Qᵀ dO) is issued after the one that the c
 
 Chunks are alike but for two kinds. The last chunk of a sequence may be short: what follows in its
 tiles is another sequence's, and becomes zeros. Hard chunks (triton/kernels/backward_chunks.py) have
-low terms: of P, of X where it meets keys and of all that X takes, which are more products; and of E
-or Y, which are stored.
+low terms: of P, of X where it meets keys, of what Bg multiplies and of all that X takes, which are
+more products; and of X and E or Y, which are stored.
 """
 
 # ruff: noqa: SIM102 (what a pointer decides is an if of its own)
@@ -84,19 +84,23 @@ def run_walk(args, sizes):
         read = per_token(factors.read, stage)
         if BACK:
             u, r = warpgroup_mma_wait(0, deps=[u, r])
-            if sizes.LOWS:
+            if sizes.HARD:
                 if this_hard:
-                    u, r = add_low_terms(u, r, X, v_left, args, k_smem, args.row + t, count)
+                    u = add_low_state(u, X, args, sizes, k_smem, t, count)
+                    r = add_low_pairs(r, v_left, args, args.row + t, count)
             r = r + u * read
         else:
             u = warpgroup_mma_wait(0, deps=[u])
+            if sizes.HARD:
+                if this_hard:
+                    u = add_low_state(u, X, args, sizes, k_smem, t, count)
             v = v.to(gl.float32)
             if EFFECT:
                 v = v * args.values.to(gl.float32)
             r = v + u * read
 
         # E, or Y
-        r_left, _, down = to_float16(r * beta)
+        r_left, up, down = to_float16(r * beta)
         b_smem = tiles.b.index(stage)
         if not BACK:
             b_smem = b_smem.permute((1, 0))
@@ -113,6 +117,10 @@ def run_walk(args, sizes):
             y = warpgroup_mma_wait(1, deps=[y])
         else:
             y = warpgroup_mma_wait(0, deps=[y])
+        if sizes.HARD:
+            if this_hard:
+                rest = gl.convert_layout(r * beta * up, left_c) - r_left.to(gl.float32)
+                y = warpgroup_mma(rest.to(gl.float16), b_smem, y)
         y = r - y * down
         d = y * beta
 
@@ -135,12 +143,12 @@ def run_walk(args, sizes):
                 if BACK:
                     store_output(args.dv_ptr, d.to(dtype), args.row + t, count, args.stride_v_t)
                 tma.store_wait(0)  # the next waits count stores that were not made here
-            if sizes.LOWS:
+            if sizes.HARD:
                 if this_hard:
                     low = (y - y.to(dtype).to(gl.float32)).to(dtype)
                     store_output(args.y_low_ptr, low, args.row + t, count, args.stride_v_t)
         X = warpgroup_mma_wait(0, deps=[X])
-        if sizes.LOWS:
+        if sizes.HARD:
             if this_hard:
                 X = add_low_updates(X, d, args, sizes, stage)
         barrier()
@@ -185,7 +193,7 @@ def load_x(args, sizes):
 def is_hard(args, i, chunks, sizes):
     """Whether the i-th chunk of the walk is hard; 0 after the last."""
     hard = i * 0
-    if sizes.LOWS:
+    if sizes.HARD:
         at = gl.maximum(token_of(i, chunks, sizes) // C, 0)
         hard = gl.load(args.hard_ptr + at, mask=i < chunks, other=0)
     return hard
@@ -224,12 +232,25 @@ def add_low_updates(X, d, args, sizes, stage):
 
 
 @gluon.jit
-def add_low_terms(u, r, X, v_left, args, k_smem, t, count):
-    """K X with the low terms of X, and dOᵀ P with those of P, of a hard chunk.
+def add_low_state(u, X, args, sizes, k_smem, t, count):
+    """K X with the low terms of X, of a hard chunk; stores them.
 
     triton/kernels/backward_walk.py says why.
     """
     dtype: gl.constexpr = k_smem.dtype
+    rest = (X - X.to(dtype).to(gl.float32)).to(dtype)
+    if not sizes.EFFECT:
+        if args.x_low_ptr is not None:
+            row_x = args.row_x + (t // C) * args.step_x
+            # 0, which the compiler does not know: else it would keep the offsets in registers
+            at = state_offsets(gl.minimum(count, 0), sizes.K, sizes.V, False)
+            gl.store(args.x_low_ptr + row_x.to(gl.int64) * sizes.K + at, rest, mask=at >= 0)
+    return warpgroup_mma(gl.convert_layout(rest, left_operand(C)), k_smem.permute((1, 0)), u)
+
+
+@gluon.jit
+def add_low_pairs(r, v_left, args, t, count):
+    """dOᵀ P with the low terms of P, of a hard chunk."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, layout)), 1)
     columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0)
@@ -238,8 +259,6 @@ def add_low_terms(u, r, X, v_left, args, k_smem, t, count):
     args.tiles.p_low.store(low)
     fence_async_shared()
     barrier()
-    rest = gl.convert_layout(X - X.to(dtype).to(gl.float32), left_operand(C)).to(dtype)
-    u = warpgroup_mma(rest, k_smem.permute((1, 0)), u)
     r = warpgroup_mma(v_left, args.tiles.p_low, r)
     barrier()
-    return u, r
+    return r

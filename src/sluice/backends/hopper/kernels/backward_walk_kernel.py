@@ -14,8 +14,8 @@ A program owns 64 value columns of one value head over one segment of a sequence
 tiles by TMA and factors, STAGES chunks ahead (backward_walk_loader.py); four warps hold X
 (backward_walk_chunks.py).
 
-The walk back has a launch of its own for programs with a hard chunk (backward_walk_chunks.py), so
-that their low terms take no registers from the others.
+Each walk has a launch of its own for programs with a hard chunk (backward_walk_chunks.py), so that
+their low terms take no registers from the others.
 
 With EFFECT nothing is stored but X after a segment that began with zeros; forward also from the
 identity and without values, which is the segment's transition (G11).
@@ -59,6 +59,7 @@ def hopper_walk_kernel(
     y_ptr,  # the same tensors
     dv_ptr,
     y_low_ptr,  # [B * T, HV, V]: low terms of y in hard chunks; None: there are none
+    x_low_ptr,  # [slots, HV, V, K]: low terms of X in hard chunks; None: there are none, or no g
     p_low_ptr,  # [B * T, HV, C]; None without BACK too
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     beta32_ptr,  # [HV, B * T] float32
@@ -84,7 +85,7 @@ def hopper_walk_kernel(
     STATE_KV: gl.constexpr,
     BACK: gl.constexpr,
     EFFECT: gl.constexpr,
-    HARD: gl.constexpr,  # with BACK and hard_ptr: the programs that have a hard chunk, or the rest
+    HARD: gl.constexpr,  # with hard_ptr: the programs that have a hard chunk, or the rest
 ):
     BLOCKS_V: gl.constexpr = V // GROUP_V
     BLOCKS: gl.constexpr = BLOCKS_V + K // GROUP_V if EFFECT and not BACK else BLOCKS_V
@@ -110,8 +111,7 @@ def hopper_walk_kernel(
         block = block % BLOCKS_V
     if hard_ptr is not None:
         hard_ptr += head_v.to(gl.int64) * (tokens // C + N) + row // C + seq
-        if BACK:
-            live = live & (any_hard(hard_ptr, gl.where(live, stop - row, 0)) == HARD)
+        live = live & (any_hard(hard_ptr, gl.where(live, stop - row, 0)) == HARD)
     count = gl.where(live, stop - row, 0)
     first_v = block * GROUP_V
 
@@ -141,8 +141,7 @@ def hopper_walk_kernel(
     if g2_ptr is not None:
         g2_ptr += head * tokens
 
-    LOWS: gl.constexpr = HARD if BACK else hard_ptr is not None
-    sizes = WalkSizes(K, V, STAGES, STATE_KV, BACK, EFFECT, LOWS)
+    sizes = WalkSizes(K, V, STAGES, STATE_KV, BACK, EFFECT, HARD)
     tiles = allocate_tiles(k_desc, v_desc, b_desc, x_desc, sizes)
     factors = allocate_factors(STAGES)
     barriers = allocate_barriers(STAGES)
@@ -160,6 +159,7 @@ def hopper_walk_kernel(
         tiles=tiles, factors=factors, barriers=barriers,
         x_desc=x_desc, y_desc=y_desc, dv_desc=dv_desc,
         y_ptr=y_ptr + head_v * V + first_v, y_low_ptr=y_low_ptr, dv_ptr=dv_ptr,
+        x_low_ptr=x_low_ptr,
         p_low_ptr=p_low_ptr, hard_ptr=hard_ptr,
         source_ptr=state_ptr, has_source=live & ((segments_ptr is None) | (is_split == 0)),
         segments_ptr=segments_ptr, is_split=live & is_split,
@@ -201,7 +201,7 @@ def allocate_tiles(k_desc, v_desc, b_desc, x_desc, sizes):
         square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
         q = gl.allocate_shared_memory(dtype, [sizes.STAGES, C, sizes.K], k_desc.layout)
         p = gl.allocate_shared_memory(dtype, [sizes.STAGES, C, C], square)
-        if sizes.LOWS:
+        if sizes.HARD:
             p_low = gl.allocate_shared_memory(dtype, [C, C], square)
     if not sizes.EFFECT:
         x = gl.allocate_shared_memory(dtype, [GROUP_V, sizes.K], x_desc.layout)

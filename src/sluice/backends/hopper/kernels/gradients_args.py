@@ -114,6 +114,7 @@ class KeysArgs:
     barriers: Barriers
     beta32_ptr: gl.tensor
     g2_ptr: gl.tensor | gl.constexpr
+    by_low_ptr: gl.tensor | gl.constexpr  # None: no low terms, or no decay
     decay_in_ptr: gl.tensor
     decay_out_ptr: gl.tensor
     r_k_ptr: gl.tensor | gl.constexpr

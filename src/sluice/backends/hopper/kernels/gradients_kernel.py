@@ -20,7 +20,8 @@ Every product has both operands in shared memory, but for two whose left one is 
 product made it: none is transposed there (docs/kernels/backward.md).
 
 In a hard chunk (backward_chunks.py) E, Y and N are two terms each. Its ring has two stages, and the
-low terms of E and Y lie in the third.
+low terms of E and Y lie in the third. What the low terms of S and dS add to dg has been made before
+(triton/kernels/backward_lows.py).
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def hopper_gradients_kernel(
     A_log_ptr,  # [HV]; None: g is no raw gate
     dt_bias_ptr,  # [HV]; None: 0
     hard_ptr,  # [HV, slots] int32; None: no chunk is hard
+    by_low_ptr,  # [HV, B * T] float32: what low terms of states add to dg in hard chunks
     beta32_ptr,  # [HV, B * T] float32
     g2_ptr,  # [HV, B * T] float32: γ in powers of two; None without g
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
@@ -148,7 +150,7 @@ def hopper_gradients_kernel(
     )  # fmt: skip
     keys = KeysArgs(
         chunk=chunk, tiles=tiles, sums=sums, barriers=barriers,
-        beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, decay_in_ptr=decay_in_ptr,
+        beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, by_low_ptr=by_low_ptr, decay_in_ptr=decay_in_ptr,
         decay_out_ptr=decay_out_ptr, r_k_ptr=r_k_ptr, dk_ptr=dk_ptr, dg_ptr=dg_ptr,
         g_ptr=g_ptr, A_log_ptr=A_log_ptr, dt_bias_ptr=dt_bias_ptr, by_gate_ptr=by_gate_ptr,
         stride_g_t=stride_g_t, stride_g_h=stride_g_h,

@@ -178,10 +178,15 @@ def sum_decays(sums):
 def store_dg(args, dg, head):
     """Store dg of a value head; of a raw gate, and this chunk's shares of dA_log and ddt_bias."""
     chunk = args.chunk
-    rows = gl.arange(0, C, dg.type.layout)
+    layout: gl.constexpr = dg.type.layout
+    rows = gl.arange(0, C, layout)
     own = rows < chunk.count
     head_v = chunk.first_head + head
     HV = chunk.heads_k * chunk.heads
+    if chunk.LOWS:
+        if chunk.is_hard:
+            at = head_v.to(gl.int64) * chunk.tokens + chunk.row
+            dg += per_token(args.by_low_ptr, at, chunk.count, layout)
     if args.A_log_ptr is not None:
         at = rows.to(gl.int64) * args.stride_g_t + head_v * args.stride_g_h
         a = gl.load(args.g_ptr + at, mask=own, other=0.0).to(gl.float32)

@@ -11,8 +11,10 @@ diagonal of the inverse are never rounded. Bg is float16 for 16-bit inputs, divi
 two per chunk.
 
 Where keys nearly repeat, gradients are small differences of large terms. With bfloat16 inputs a
-chunk of such keys is *hard* and marked so, by its own keys alone: what is rounded to bfloat16 there
-(P, E, dV) is kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read.
+chunk of such keys is *hard* and marked so: what is rounded to bfloat16 there (P, E, Y, N, S, dS) is
+kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read. A chunk of one
+token is hard too, and so is the only chunk of a sequence: gradients of so few gates are few sums,
+which may nearly vanish. So a chunk's own keys and the length of its sequence decide.
 
 Gates are activated here, once: cumulative log2 decays, beta, and the factors by which the walks
 multiply each token. Keys and queries are read as given; their inverse lengths are factors too.
@@ -125,7 +127,10 @@ def log2_decay_terms(g_ptr, A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t):
 def repeats(
     k_ptr, t, end, stride_k_t, K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE_QK: tl.constexpr
 ):
-    """Whether a chunk has as many pairs of nearly equal keys as it has keys, less one."""
+    """Whether a chunk has as many pairs of nearly equal keys as it has keys, less one.
+
+    A chunk of one token has no pair to show that its key repeats.
+    """
     offs = tl.arange(0, C)
     kk = tl.zeros([C, C], tl.float32)
     for d in tl.static_range(0, K, BLOCK_K):
@@ -140,7 +145,7 @@ def repeats(
         close = tl.abs(kk) >= near[:, None]
     n = tl.minimum(end - t, C)
     pairs = tl.sum((close & (offs[:, None] > offs[None, :]) & (offs < n)[:, None]).to(tl.int32))
-    return (pairs > 0) & (pairs >= n - 1)
+    return (n == 1) | ((pairs > 0) & (pairs >= n - 1))
 
 
 @triton.jit(
@@ -249,6 +254,7 @@ def backward_local_kernel(
     hard = False
     if hard_ptr is not None:
         hard = repeats(k_ptr, t, end, stride_k_t, K, BLOCK_K, r_k_ptr is not None)
+        hard = hard | (end - start <= C)
         slot = (batch * T + t) // C + seq
         tl.store(hard_ptr + head_v.to(tl.int64) * (tokens // C + N) + slot, hard.to(tl.int32))
     for reader in tl.static_range(READERS):

@@ -233,6 +233,7 @@ def backward_keys_kernel(
     h_ptr,  # [B * T, HV, C]: H; None without beta
     h_down_ptr,  # [HV, B * T // C + N] float32, likewise
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
+    by_low_ptr,  # [HV, B * T] float32: what low terms add to dg in hard chunks; None without g too
     S_ptr,  # [B * T // C + N, HV, V, K]
     dS_ptr,
     by_pair_ptr,  # [HV, B * T] float32; None without g
@@ -366,6 +367,9 @@ def backward_keys_kernel(
             # a token's decay acts on what was written before it and on what is read from it on
             before = offs_c[None, :] < offs_c[:, None]
             dg += tl.sum(tl.where(before, wrote[None, :], asked[None, :]), axis=1)
+            if hard_ptr is not None:
+                if is_hard(hard_ptr, head_v, slot, slots):
+                    dg += load_vector(by_low_ptr, of_value, rows)
             if A_log_ptr is not None:
                 at = g_ptr + batch * stride_g_b + head_v * stride_g_h
                 a = tl.load(at + (t + offs_c) * stride_g_t, mask=rows, other=0.0).to(tl.float32)

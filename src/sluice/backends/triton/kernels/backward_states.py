@@ -10,15 +10,16 @@ it lies in registers, and right operands are tiles as they were loaded. No left 
 transpose of something computed: Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper.
 
 The state before each chunk is stored in the dtype of the inputs. In hard chunks
-(backward_chunks.py) low terms of E are stored as well, and the state takes what is written as two
-terms.
+(backward_chunks.py) the state is two terms where it meets the keys, and where it is stored; so are
+E, what Bg multiplies, and all that the state takes. Programs with a hard chunk have a launch of
+their own, so that these terms take no registers from the others.
 
 A sequence longer than ``segment_size`` is split over the SMs, in both directions with one matrix
 (G11). First, with EFFECT, each segment is walked from zero, which gives S_zero, and from the
 identity without values, which gives its transition; the walk back gives dS_zero likewise. A join
 then makes the states at all segments' borders, and the walks proper start from those.
 """
-# ruff: noqa: SIM102 (what a pointer decides is an if of its own)
+# ruff: noqa: SIM102 (what a pointer or a constant decides is an if of its own)
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ import triton.language as tl
 from sluice.backends.triton.kernels.alignment import INDICES
 from sluice.backends.triton.kernels.math import begin, float16_scale
 from sluice.backends.triton.kernels.prefill_chunk_loop import (
+    any_hard,
     counted,
     decay_of,
     load_factors,
@@ -41,14 +43,20 @@ from sluice.backends.triton.kernels.work_units import unit_span
 
 
 @triton.jit
-def resolved(x, b, down, TURNED: tl.constexpr, PRECISION: tl.constexpr):
-    """x Bgᵀ, or x Bg if TURNED; ``b`` is Bg / down."""
+def resolved(x, b, down, hard, TURNED: tl.constexpr, PRECISION: tl.constexpr, HARD: tl.constexpr):
+    """x Bgᵀ, or x Bg if TURNED; ``b`` is Bg / down. In a hard chunk x is two terms."""
     b = b if TURNED else tl.trans(b)
     if b.dtype == tl.float32:
         y = tl.dot(x, b, input_precision=PRECISION)
     else:
         up, back = float16_scale(tl.max(tl.abs(x), axis=1), 80)
-        y = tl.dot((x * up[:, None]).to(tl.float16), b) * (back * down)[:, None]
+        x = x * up[:, None]
+        high = x.to(tl.float16)
+        y = tl.dot(high, b)
+        if HARD:
+            if hard:
+                y = tl.dot((x - high.to(tl.float32)).to(tl.float16), b, acc=y)
+        y = y * (back * down)[:, None]
     return y
 
 
@@ -83,6 +91,7 @@ def backward_states_kernel(
     e_low_ptr,  # the same: its low terms in hard chunks; None: there are none
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     S_ptr,  # [B * T // C + N, HV, V, K]: the state before each chunk
+    S_low_ptr,  # the same: its low terms in hard chunks; None without g too
     segments_ptr,  # [segments, HV, 2 * V + K, K] float32: S, transition, dS; None: no split
     cu_seqlens_ptr,
     N,
@@ -105,6 +114,7 @@ def backward_states_kernel(
     PRECISION: tl.constexpr,
     STATE_KV: tl.constexpr,
     EFFECT: tl.constexpr,
+    HARD: tl.constexpr,  # with hard_ptr: the programs that have a hard chunk, else the others
 ):
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = BLOCKS_V + (K + BLOCK_V - 1) // BLOCK_V if EFFECT else BLOCKS_V
@@ -124,6 +134,13 @@ def backward_states_kernel(
         if split == 0 or (stop == end and is_transition == 0):
             return
         pid_v = tl.where(is_transition, pid_v - BLOCKS_V, pid_v)
+    token = batch * T + first  # in the workspace
+    hard = False
+    if hard_ptr is not None:
+        hard_ptr += head_v.to(tl.int64) * (tokens // C + N)
+        if any_hard(hard_ptr, token // C + seq, (stop - first + C - 1) // C) != HARD:
+            return
+        hard_ptr += token // C + seq
     offs_c = tl.arange(0, C)
     offs_f = counted()
     offs_k = tl.arange(0, BLOCK_K)
@@ -144,7 +161,6 @@ def backward_states_kernel(
         if segments_ptr is not None:
             S += tl.load(segments_ptr, mask=tile & split, other=0.0)
     one = tl.where(offs_c[:, None] == offs_c[None, :], 1.0, 0.0).to(v_ptr.dtype.element_ty)
-    token = batch * T + first  # in the workspace
     k_ptr += batch * stride_k_b + (head_v // (HV // HK)) * stride_k_h + first * stride_k_t
     v_ptr += batch * stride_v_b + head_v * stride_v_h + first * stride_v_t
     of_head = head_v.to(tl.int64) * tokens + token
@@ -158,10 +174,12 @@ def backward_states_kernel(
         e_ptr += (token * HV + head_v) * V
         if hard_ptr is not None:
             e_low_ptr += (token * HV + head_v) * V
-            hard_ptr += head_v.to(tl.int64) * (tokens // C + N) + token // C + seq
         if b_down_ptr is not None:
             b_down_ptr += of_head
-    S_ptr += ((token // C + seq) * HV + head_v) * (K * V) + offs_v[:, None] * K + offs_k[None, :]
+    in_states = ((token // C + seq) * HV + head_v) * (K * V)
+    S_ptr += in_states + offs_v[:, None] * K + offs_k[None, :]
+    if S_low_ptr is not None:
+        S_low_ptr += in_states
     # from here on t counts from the first token: 32 bits are enough
     size = (stop - first).to(tl.int32)
     for t in tl.range(0, size, C, num_stages=STAGES):
@@ -183,21 +201,31 @@ def backward_states_kernel(
             b_at = b_ptr + wide_t * (HV * C)
             b = load_rows(b_at, offs_c, offs_c, HV * C, rows, C, C)
             read = tl.dot(S_low, tl.trans(k), input_precision=PRECISION)
+            if HARD:
+                hard = tl.load(hard_ptr + t // C) != 0
+                if hard:
+                    S_rest = (S - S_low.to(tl.float32)).to(k.dtype)
+                    read = tl.dot(S_rest, tl.trans(k), acc=read)
+                    if not EFFECT:
+                        if S_low_ptr is not None:
+                            in_low = S_low_ptr + (wide_t // C) * (HV * K * V)
+                            in_low += offs_v[:, None] * K + offs_k[None, :]
+                            tl.store(in_low, S_rest, mask=tile)
             r = plus_values(read * -decay_in[None, :], v, one)
-            e = r - resolved(r * beta[None, :], b, scale_of(b_down_ptr, t), False, PRECISION)
+            down = scale_of(b_down_ptr, t)
+            e = r - resolved(r * beta[None, :], b, down, hard, False, PRECISION, HARD)
             if not EFFECT:
                 in_e = wide_t * (HV * V)
                 store_columns(e_ptr + in_e, e, offs_c, offs_v, HV * V, rows, V)
-                if hard_ptr is not None:
-                    some = rows & (tl.load(hard_ptr + t // C) != 0)
+                if HARD:
                     low = e - e.to(e_ptr.dtype.element_ty).to(tl.float32)
-                    store_columns(e_low_ptr + in_e, low, offs_c, offs_v, HV * V, some, V)
+                    store_columns(e_low_ptr + in_e, low, offs_c, offs_v, HV * V, rows & hard, V)
             d = e * beta[None, :]
         S = S * decay_of(g2_ptr, t + left - 1)
         d = d * decay_out[None, :]
         d_low = d.to(k.dtype)
-        if hard_ptr is not None:
-            if tl.load(hard_ptr + t // C) != 0:
+        if HARD:
+            if hard:
                 S = tl.dot((d - d_low.to(tl.float32)).to(k.dtype), k, acc=S)
         S = tl.dot(d_low, k, acc=S, input_precision=PRECISION)
     if EFFECT:

@@ -10,11 +10,11 @@ One program owns BLOCK_V value columns of one value head over one segment of a s
 The gradient of the state after each chunk is stored in the dtype of the inputs, and so is Y, for
 nothing can be divided by beta. With EFFECT nothing is stored but dS_zero of the segment.
 
-In hard chunks (backward_chunks.py) dS is a sum of two terms where it meets the keys, and so is all
-that it takes. What queries ask of a state adds up in dS, chunk by chunk, while along keys that
-repeat nearly all of it cancels: rounded once, dV would have an error that grows with the length of
-the sequence. Programs with a hard chunk have a launch of their own, so that these terms take no
-registers from the others.
+In hard chunks (backward_chunks.py) dS is a sum of two terms where it meets the keys and where it is
+stored, and so is what Bg multiplies and all that dS takes. What queries ask of a state adds up in
+dS, chunk by chunk, while along keys that repeat nearly all of it cancels: rounded once, dV would
+have an error that grows with the length of the sequence. Programs with a hard chunk have a launch
+of their own, so that these terms take no registers from the others.
 """
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
 
@@ -60,6 +60,7 @@ def backward_walk_kernel(
     y_ptr,  # [B * T, HV, V]: Y; None without beta
     y_low_ptr,  # the same: its low terms in hard chunks; None: there are none
     dS_ptr,  # [B * T // C + N, HV, V, K]: the gradient of the state after each chunk
+    dS_low_ptr,  # the same: its low terms in hard chunks; None: there are none, or no g
     dfinal_ptr,  # [N, HV, V, K] or [N, HV, K, V]; None: zeros
     dstate_ptr,  # the same; None: not wanted
     segments_ptr,  # [segments, HV, 2 * V + K, K] float32: S, transition, dS; None: no split
@@ -143,7 +144,10 @@ def backward_walk_kernel(
             y_low_ptr += (token * HV + head_v) * V
         if b_down_ptr is not None:
             b_down_ptr += of_head
-    dS_ptr += ((token // C + seq) * HV + head_v) * (K * V) + offs_v[:, None] * K + offs_k[None, :]
+    in_states = ((token // C + seq) * HV + head_v) * (K * V)
+    dS_ptr += in_states + offs_v[:, None] * K + offs_k[None, :]
+    if dS_low_ptr is not None:
+        dS_low_ptr += in_states
     size = (stop - first).to(tl.int32)
     chunks = (size + C - 1) // C
     for i in tl.range(0, chunks, num_stages=STAGES):
@@ -157,11 +161,17 @@ def backward_walk_kernel(
             tl.store(dS_ptr + (wide_t // C) * (HV * K * V), dS_low, mask=tile)
         decay_out = load_factors(decay_out_ptr, t, offs_f, left)
         dv = tl.dot(dS_low, tl.trans(k), input_precision=PRECISION) * decay_out[None, :]
+        hard = False
         if HARD:
             hard = tl.load(hard_ptr + t // C) != 0
             if hard:
                 dS_rest = (dS - dS_low.to(tl.float32)).to(k.dtype)
                 dv += tl.dot(dS_rest, tl.trans(k)) * decay_out[None, :]
+                if not EFFECT:
+                    if dS_low_ptr is not None:
+                        in_low = dS_low_ptr + (wide_t // C) * (HV * K * V)
+                        in_low += offs_v[:, None] * K + offs_k[None, :]
+                        tl.store(in_low, dS_rest, mask=tile)
         given = ()
         if do_ptr is not None:
             for reader in tl.static_range(READERS):
@@ -181,7 +191,8 @@ def backward_walk_kernel(
             beta = load_factors(beta32_ptr, t, offs_f, left)
             b_at = b_ptr + wide_t * (HV * C)
             b = load_rows(b_at, offs_c, offs_c, HV * C, rows, C, C)
-            dv -= resolved(dv * beta[None, :], b, scale_of(b_down_ptr, t), True, PRECISION)
+            down = scale_of(b_down_ptr, t)
+            dv -= resolved(dv * beta[None, :], b, down, hard, True, PRECISION, HARD)
             if not EFFECT:
                 in_v = wide_t * (HV * V)
                 store_columns(y_ptr + in_v, dv, offs_c, offs_v, HV * V, rows, V)

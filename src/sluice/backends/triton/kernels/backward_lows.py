@@ -1,0 +1,137 @@
+"""The backward of prefill: what the low terms of hard chunks add to the gradients of decays.
+
+The log decay of a token gets ⟨S, dS⟩ and what is read from and written into states,
+docs/kernels/backward.md (G9). Where keys repeat these nearly cancel, and ⟨S, dS⟩ by itself may
+nearly vanish: then bfloat16 states are not enough. In a hard chunk (backward_chunks.py) both states
+are two terms, and with x' for the low term of x this kernel makes
+
+    e^γ_C (⟨S', dS⟩ + ⟨S, dS'⟩) + Σ_{j < t} k_j · e^(γ_C−γ_j) dS' D_j
+    + Σ_{i ≥ t} (q_i · e^γ_i S' dO_i − k_i · e^γ_i (S' dV_i + S dV'_i))
+
+The rest is made where the other gradients are, in ordinary chunks and in hard ones. A program owns
+a chunk of a value head, and does nothing unless the chunk is hard.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sluice.backends.triton.kernels.alignment import INDICES
+from sluice.backends.triton.kernels.backward_gradients import overlap, row_sums, state_products
+from sluice.backends.triton.kernels.backward_pairs import is_hard, load_vector
+from sluice.backends.triton.kernels.math import begin
+from sluice.backends.triton.kernels.prefill_chunks import C
+from sluice.backends.triton.kernels.work_units import unit_span
+
+
+@triton.jit
+def products_by_row(
+    x_ptr, S_ptr, y_ptr, t, end, stride_x_t, stride_y_t,
+    K: tl.constexpr, V: tl.constexpr, PIECE: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y_i · (S x_i) for a chunk's rows X [C, V] and Y [C, K], and a stored state."""
+    total = tl.zeros([C], tl.float32)
+    for d in range(0, K, PIECE):
+        x = state_products(
+            tl.zeros([C, PIECE], tl.float32), x_ptr, S_ptr, t, end, d, stride_x_t,
+            K, V, PIECE, BLOCK_V, 1, PRECISION,
+        )  # fmt: skip
+        total += row_sums(x, y_ptr, t, end, d, stride_y_t, K, PIECE)
+    return total
+
+
+@triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
+def backward_lows_kernel(
+    q_ptr,  # [B, T, HQ, K]
+    k_ptr,  # [B, T, HK, K]
+    do_ptr,  # [B, T, HO, V]; None: zeros
+    e_ptr,  # [B * T, HV, V]: E
+    y_ptr,  # [B * T, HV, V]: Y
+    y_low_ptr,  # its low terms
+    hard_ptr,  # [HV, B * T // C + N] int32
+    S_ptr,  # [B * T // C + N, HV, V, K]
+    S_low_ptr,
+    dS_ptr,
+    dS_low_ptr,
+    beta32_ptr,  # [HV, B * T] float32
+    g2_ptr,  # [HV, B * T] float32
+    decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
+    decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
+    decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q
+    by_low_ptr,  # [HV, B * T] float32
+    cu_seqlens_ptr,
+    N,
+    T,
+    tokens,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    READERS: tl.constexpr = HO // HV
+    begin()
+    pid = tl.program_id(0)
+    head_v = pid % HV
+    seq, batch, start, chunk, end = unit_span((pid // HV).to(tl.int64), cu_seqlens_ptr, N, T, C)
+    t = start + chunk * C
+    if (seq == N) | (t >= end):
+        return
+    in_row = batch * T
+    slot = (in_row + t) // C + seq
+    if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+        offs_c = tl.arange(0, C)
+        rows = t + offs_c < end
+        token = in_row + t + offs_c  # in the workspace
+        of_value = head_v.to(tl.int64) * tokens + token
+        state = (slot * HV + head_v) * (K * V)
+        S_ptr += state
+        S_low_ptr += state
+        dS_ptr += state
+        dS_low_ptr += state
+        in_v = (in_row * HV + head_v) * V
+        k_ptr += batch * stride_k_b + (head_v // (HV // HK)) * stride_k_h
+        beta = load_vector(beta32_ptr, of_value, rows)
+        kept = overlap(S_low_ptr, dS_ptr, K, V, BLOCK_K, BLOCK_V, 1, PRECISION)
+        kept += overlap(S_ptr, dS_low_ptr, K, V, BLOCK_K, BLOCK_V, 1, PRECISION)
+        last = head_v.to(tl.int64) * tokens + in_row + tl.minimum(t + C, end) - 1
+        kept *= tl.exp2(tl.load(g2_ptr + last))
+        wrote = products_by_row(
+            e_ptr + in_v, dS_low_ptr, k_ptr, t, end, HV * V, stride_k_t,
+            K, V, PIECE, BLOCK_V, PRECISION,
+        )  # fmt: skip
+        wrote *= beta * load_vector(decay_out_ptr, of_value, rows)
+        asked = products_by_row(
+            y_ptr + in_v, S_low_ptr, k_ptr, t, end, HV * V, stride_k_t,
+            K, V, PIECE, BLOCK_V, PRECISION,
+        )  # fmt: skip
+        asked += products_by_row(
+            y_low_ptr + in_v, S_ptr, k_ptr, t, end, HV * V, stride_k_t,
+            K, V, PIECE, BLOCK_V, PRECISION,
+        )  # fmt: skip
+        asked *= -beta * load_vector(decay_in_ptr, of_value, rows)
+        if do_ptr is not None:
+            for reader in range(READERS):
+                head_o = head_v * READERS + reader
+                q_at = q_ptr + batch * stride_q_b + (head_o * HQ // HO) * stride_q_h
+                read = products_by_row(
+                    do_ptr + (in_row * HO + head_o) * V, S_low_ptr, q_at, t, end, HO * V,
+                    stride_q_t, K, V, PIECE, BLOCK_V, PRECISION,
+                )  # fmt: skip
+                asked += read * load_vector(decay_q_ptr, head_o.to(tl.int64) * tokens + token, rows)
+        before = offs_c[None, :] < offs_c[:, None]
+        dg = kept + tl.sum(tl.where(before, wrote[None, :], asked[None, :]), axis=1)
+        tl.store(by_low_ptr + of_value, dg, mask=rows)
