@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from sluice.backends.triton import gpu
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.prefill_arguments import units_of
 from sluice.backends.triton.prefill_backward import Parts
@@ -36,6 +37,7 @@ def refuse(p: DeltaBackwardSpec) -> str | None:
 
 def gradient_calls(p: DeltaBackwardSpec, memory: Binding, w: Parts) -> list[KernelCall]:
     """The launch that makes dq, dk, dbeta and dg of what both walks left in the workspace."""
+    programs = units_of(p, CHUNK, tail=True) * p.HK
     values = (p.B * p.T, p.HV * p.V), (p.HV * p.V, 1), (CHUNK, COLUMNS)
     slots = p.B * p.T // CHUNK + p.N
     states = (slots * p.HV * p.V, p.K), (p.K, 1), (COLUMNS, p.K)
@@ -77,14 +79,15 @@ def gradient_calls(p: DeltaBackwardSpec, memory: Binding, w: Parts) -> list[Kern
         "tokens": p.B * p.T,
         "HK": p.HK,
         "HV": p.HV,
+        "programs": programs,
         **memory.strides("g", "bth"),
         "K": p.K,
         "V": p.V,
         "RAW_BETA": p.raw_gates,
     }
     options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
-    programs = units_of(p, CHUNK, tail=True) * p.HK
-    return [KernelCall(GRADIENTS, programs, options, arguments)]
+    grid = min(programs, gpu.processors(p.device))
+    return [KernelCall(GRADIENTS, grid, options, arguments)]
 
 
 def _tokens(p: DeltaBackwardSpec, name: str, width: int) -> Tiles:
