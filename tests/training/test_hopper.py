@@ -10,7 +10,7 @@ from sluice import calls
 from sluice.backends.hopper import prefill_backward
 from sluice.testing.compare import assert_same_bits
 from tests.suite import backends
-from tests.training.hopper_calls import HARD, KINDS, SPLIT, USUAL
+from tests.training.hopper_calls import FEW, HARD, KINDS, SPLIT, USUAL
 from tests.training.kernel_calls import backward_of, check, drawn
 
 pytestmark = [
@@ -33,6 +33,16 @@ def test_gradients_of_split_sequences(call, dtype, monkeypatch):
     monkeypatch.setattr(prefill_backward, "plan_of", lambda p: whole(p)._replace(segment=128))
     calls.forget()
     check(call, dtype, "hopper")
+    calls.forget()
+
+
+@pytest.mark.parametrize("call", FEW, ids=str)
+def test_gradients_by_few_programs(call, monkeypatch):
+    """A program of the last kernel goes from chunk to chunk."""
+    whole = prefill_backward.plan_of
+    monkeypatch.setattr(prefill_backward, "plan_of", lambda p: whole(p)._replace(programs=2))
+    calls.forget()
+    check(call, torch.bfloat16, "hopper")
     calls.forget()
 
 

@@ -40,7 +40,8 @@ def launches(spec: DeltaBackwardSpec) -> Launches:
 def planned_launches(spec: DeltaBackwardSpec, plan: portable.Plan) -> Launches:
     """The same by a given plan."""
     fused = spec.dtype == torch.bfloat16 and gradients.refuse(spec) is None
-    return portable.planned_launches(spec, plan, walks, gradients.gradient_calls if fused else None)
+    last = functools.partial(gradients.gradient_calls, programs=plan.programs) if fused else None
+    return portable.planned_launches(spec, plan, walks, last)
 
 
 def plan_of(p: DeltaBackwardSpec) -> portable.Plan:

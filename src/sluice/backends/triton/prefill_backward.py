@@ -69,7 +69,8 @@ class Plan(NamedTuple):
     queries: Config
     keys: Config  # PIECE_K: columns of dK at a time
     segment: int = 0  # tokens; 0: no sequence is split
-    alongside: bool = False  # on Hopper: the walk back runs beside the walk forward
+    alongside: bool = False  # Hopper's: the walk back runs beside the walk forward
+    programs: int = 0  # of Hopper's gradients; 0: one per SM
 
 
 def plan_of(p: DeltaBackwardSpec) -> Plan:

@@ -88,7 +88,7 @@ class LoaderArgs:
     cu_seqlens_ptr: gl.tensor | gl.constexpr
     N: gl.tensor
     T: gl.tensor
-    programs: gl.tensor  # chunks times key heads
+    chunks: gl.tensor  # of all key heads
     shared: Shared
 
 

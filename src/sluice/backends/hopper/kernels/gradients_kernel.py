@@ -51,7 +51,7 @@ from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 
 @gluon.jit(
-    do_not_specialize=["N", "T", "tokens", "HK", "HV", "programs", "stride_g_b"],
+    do_not_specialize=["N", "T", "tokens", "HK", "HV", "chunks", "stride_g_b"],
     do_not_specialize_on_alignment=[*INDICES, *GATES],
 )
 def hopper_gradients_kernel(
@@ -88,7 +88,7 @@ def hopper_gradients_kernel(
     tokens,  # B * T
     HK,
     HV,
-    programs,  # chunks times key heads
+    chunks,  # of all key heads
     stride_g_b,
     stride_g_t,
     stride_g_h,
@@ -110,7 +110,7 @@ def hopper_gradients_kernel(
         q_desc=q_desc, k_desc=k_desc, do_desc=do_desc, e_desc=e_desc, y_desc=y_desc,
         e_low_desc=e_low_desc, y_low_desc=y_low_desc,
         before_desc=before_desc, after_desc=after_desc, hard_ptr=hard_ptr,
-        by_gate_ptr=by_gate_ptr, cu_seqlens_ptr=cu_seqlens_ptr, N=N, T=T, programs=programs,
+        by_gate_ptr=by_gate_ptr, cu_seqlens_ptr=cu_seqlens_ptr, N=N, T=T, chunks=chunks,
         shared=shared,
     )  # fmt: skip
     pairs = PairsArgs(
@@ -132,7 +132,7 @@ def hopper_gradients_kernel(
         [(run_pairs, (pairs,)), (run_queries, (queries,)), (run_keys, (keys,)),
          (run_loader, (loader,))],
         [4, 4, 1],
-        [136, 168, 40],
+        [144, 176, 32],
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def find_chunk(args, pid):
     """The next chunk with tokens from ``pid`` on, and its place among the states."""
     HK = args.shared.HK
     row, count, seq, t = chunk_at(args, pid)
-    while (pid < args.programs) & (count <= 0):
+    while (pid < args.chunks) & (count <= 0):
         if args.by_gate_ptr is not None:  # what an empty chunk adds to the sums over chunks
             HV = HK * args.shared.heads
             at = (pid // HK).to(gl.int64) * (2 * HV) + (pid % HK) * args.shared.heads
@@ -72,7 +72,7 @@ def find_chunk(args, pid):
                 gl.store(args.by_gate_ptr + at + HV + head, 0.0)
         pid += gl.num_programs(0)
         row, count, seq, t = chunk_at(args, pid)
-    count = gl.where(pid < args.programs, count, 0)
+    count = gl.where(pid < args.chunks, count, 0)
     slot = row // C + seq
     is_hard = count < 0
     if args.hard_ptr is not None:
@@ -88,7 +88,7 @@ def find_chunk(args, pid):
 @gluon.jit
 def chunk_at(args, pid):
     """The first token of a chunk, how many it has, its sequence; its token in the batch's row."""
-    unit = gl.minimum(pid, args.programs - 1) // args.shared.HK
+    unit = gl.minimum(pid, args.chunks - 1) // args.shared.HK
     seq, start, number, end = unit_span(unit, args.cu_seqlens_ptr, args.N, args.T, C)
     row = start + number * C
     count = gl.where(seq < args.N, gl.minimum(end - row, C), 0)
