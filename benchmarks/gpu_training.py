@@ -216,7 +216,7 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
     "local": [{"maxnreg": 96}, {"maxnreg": 80}],
     "alongside": [{"on": 0}],  # Hopper's, as the next: walks one after the other
     "programs": [{"number": 10**6}, {"number": 66}],  # of gradients: one per chunk; half of the SMs
-    "segment": [{"tokens": n} for n in (0, 1024, 2048, 4096, 8192)],
+    "segment": [{"tokens": n} for n in (0, 1024, 2048, 4096, 8192, 16384)],
     "two per SM": [{"tokens": n} for n in (0, 1024, 2048, 4096)],
 }
 SKIPPED = {

@@ -26,9 +26,9 @@ WALK = Kernel("sluice.backends.hopper.kernels.backward_walk_kernel", "hopper_wal
 STAGES = 3  # chunks whose tiles fit into shared memory
 BLOCK_V = 64  # value columns per program
 WALK_US, EFFECT_US = (1.0, 1.0), (0.9, 0.5)
-"""The plan's model, for an H200, in microseconds: a chunk of either walk, and of a segment's effect,
-alone, and what is added where every SM has a program (measured: 1.46 with 64 programs, 1.85 to 2.2
-with 128; docs/kernels/backward.md)."""
+"""The plan's model, for an H200, in microseconds: a chunk of either walk, and of a segment's
+effect, alone, and what is added where every SM has a program (measured: 1.46 with 64 programs, 1.85
+to 2.2 with 128; docs/kernels/backward.md). Then a segment's join, and three more launches."""
 JOIN_US, LAUNCHES_US = 2.0, 20.0
 
 

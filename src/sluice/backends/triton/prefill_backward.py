@@ -123,7 +123,7 @@ def best_segment(p: DeltaBackwardSpec, block: int, processors: int) -> int:
 
 
 def longest_sequence(p: DeltaBackwardSpec) -> int:
-    """The tokens of the longest sequence; of packed ones, which the host does not know, the mean."""
+    """Tokens of the longest sequence; of packed ones, which the host does not know, the mean."""
     return p.T if not p.varlen else -(-p.T // max(p.N, 1))
 
 

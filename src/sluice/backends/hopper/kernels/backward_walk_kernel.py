@@ -176,7 +176,7 @@ def hopper_walk_kernel(
         stride_v_t=HV * V, stride_p_t=HV * C,
     )  # fmt: skip
     gl.warp_specialize([(run_walk, (walk, sizes)), (run_walk_loader, (loader, sizes))], [1], [32])
-    if ALONGSIDE:
+    if ALONGSIDE:  # noqa: SIM102 (a constexpr branch stays apart)
         if live | (pid == 0):  # one program would do; the others need not hold their SM
             gdc_wait()
 

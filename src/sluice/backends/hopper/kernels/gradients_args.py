@@ -147,9 +147,7 @@ class Chunk:
     count: gl.tensor  # tokens; 0: there is no further chunk
     head_k: gl.tensor
     is_hard: gl.tensor  # whether low terms are read
-    unit: gl.tensor  # its number
-    batch: gl.tensor  # where g has it
-    t: gl.tensor
+    number: gl.tensor  # how many the program had before it
 
 
 @aggregate
@@ -188,14 +186,12 @@ def next_place(place, is_hard):
 
 
 @gluon.jit
-def put_chunk(shared, number, chunk):
-    """Describe the ``number``-th chunk to the other warps."""
-    at = (number % CHUNKS) * NUMBERS
+def put_chunk(shared, chunk, unit, batch, t):
+    """Describe a chunk to the other warps: also its number in the grid, and where g has it."""
+    at = (chunk.number % CHUNKS) * NUMBERS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers = (
-        chunk.row, chunk.count, chunk.head_k, chunk.is_hard.to(gl.int32),
-        chunk.unit, chunk.batch, chunk.t,
-    )  # fmt: skip
+    is_hard = chunk.is_hard.to(gl.int32)
+    numbers = (chunk.row, chunk.count, chunk.head_k, is_hard, unit, batch, t)
     for i in gl.static_range(7):
         shared.chunks.index(at + i).store(gl.full([1], 0, gl.int32, layout) + numbers[i])
 
@@ -210,10 +206,15 @@ def get_chunk(shared, number):
         count=get(shared.chunks, at + 1),
         head_k=get(shared.chunks, at + 2),
         is_hard=get(shared.chunks, at + 3) != 0,
-        unit=get(shared.chunks, at + 4),
-        batch=get(shared.chunks, at + 5),
-        t=get(shared.chunks, at + 6),
+        number=number,
     )
+
+
+@gluon.jit
+def place_of_gates(shared, chunk):
+    """The unit of tokens, the row of the batch and the token in it, of a raw gate."""
+    at = (chunk.number % CHUNKS) * NUMBERS
+    return get(shared.chunks, at + 4), get(shared.chunks, at + 5), get(shared.chunks, at + 6)
 
 
 @gluon.jit

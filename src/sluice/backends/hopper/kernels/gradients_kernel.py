@@ -194,14 +194,12 @@ def allocate_barriers():
 
 @gluon.jit
 def allocate_barrier(many: gl.constexpr, count: gl.constexpr):
-    """An mbarrier, or ``many`` of them."""
+    """An mbarrier; ``many`` of them, unless that is 0."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
+    shape: gl.constexpr = [1] if many == 0 else [many, 1]
+    bars = gl.allocate_shared_memory(gl.int64, shape, layout)
     if many == 0:
-        bar = gl.allocate_shared_memory(gl.int64, [1], layout)
-        mbarrier.init(bar, count=count)
-        return bar
-    else:
-        bars = gl.allocate_shared_memory(gl.int64, [many, 1], layout)
-        for i in gl.static_range(many):
-            mbarrier.init(bars.index(i), count=count)
-        return bars
+        mbarrier.init(bars, count=count)
+    for i in gl.static_range(many):
+        mbarrier.init(bars.index(i), count=count)
+    return bars

@@ -34,8 +34,7 @@ def run_loader(args):
     number = pid * 0
     item = pid * 0
     place = first_place(pid * 0)
-    pid, chunk, slot = find_chunk(args, pid)
-    publish(shared, number, chunk)
+    pid, chunk, slot = find_chunk(args, pid, number)
     if chunk.count > 0:
         place = copy_rows(args, chunk, 0, place)
     while chunk.count > 0:
@@ -52,15 +51,17 @@ def run_loader(args):
                 place = copy_rows(args, chunk, head + 1, place)
             item += 1
         number += 1
-        pid, chunk, slot = find_chunk(args, pid + gl.num_programs(0))
-        publish(shared, number, chunk)
+        pid, chunk, slot = find_chunk(args, pid + gl.num_programs(0), number)
         if chunk.count > 0:
             place = copy_rows(args, chunk, 0, place)
 
 
 @gluon.jit
-def find_chunk(args, pid):
-    """The next chunk with tokens from ``pid`` on, and its place among the states."""
+def find_chunk(args, pid, number):
+    """Find the next chunk with tokens from ``pid`` on, and describe it to the other warps.
+
+    Returns its place among the states too.
+    """
     HK = args.shared.HK
     row, count, seq, t = chunk_at(args, pid)
     while (pid < args.chunks) & (count <= 0):
@@ -82,7 +83,11 @@ def find_chunk(args, pid):
     batch = seq * 0
     if args.cu_seqlens_ptr is None:
         batch = seq
-    return pid, Chunk(row, count, pid % HK, is_hard, pid // HK, batch, t), slot
+    chunk = Chunk(row, count, pid % HK, is_hard, number)
+    put_chunk(args.shared, chunk, pid // HK, batch, t)
+    barrier()
+    mbarrier.arrive(args.shared.barriers.chunk_ready.index(number % CHUNKS), count=1)
+    return pid, chunk, slot
 
 
 @gluon.jit
@@ -96,14 +101,6 @@ def chunk_at(args, pid):
     if args.cu_seqlens_ptr is None:
         t = row - seq * args.T
     return row, count, seq, t
-
-
-@gluon.jit
-def publish(shared, number, chunk):
-    """Describe a chunk to the other warps."""
-    put_chunk(shared, number, chunk)
-    barrier()
-    mbarrier.arrive(shared.barriers.chunk_ready.index(number % CHUNKS), count=1)
 
 
 @gluon.jit

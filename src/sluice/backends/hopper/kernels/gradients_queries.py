@@ -25,6 +25,7 @@ from sluice.backends.hopper.kernels.gradients_args import (
     next_place,
     phase_of,
     place_of,
+    place_of_gates,
 )
 from sluice.backends.hopper.kernels.gradients_loader import low_n
 from sluice.backends.hopper.kernels.gradients_parts import (
@@ -188,14 +189,15 @@ def store_dg(args, dg, chunk, head):
     head_v = chunk.head_k * args.shared.heads + head
     HV = args.shared.HK * args.shared.heads
     if args.A_log_ptr is not None:
-        at = chunk.batch.to(gl.int64) * args.stride_g_b + chunk.t.to(gl.int64) * args.stride_g_t
+        unit, batch, t = place_of_gates(args.shared, chunk)
+        at = batch.to(gl.int64) * args.stride_g_b + t.to(gl.int64) * args.stride_g_t
         g_ptr = args.g_ptr + at + head_v * args.stride_g_h
         a = gl.load(g_ptr + rows.to(gl.int64) * args.stride_g_t, mask=own, other=0.0)
         a = a.to(gl.float32)
         if args.dt_bias_ptr is not None:
             a += gl.load(args.dt_bias_ptr + head_v).to(gl.float32)
         rate = -gl.exp2(gl.load(args.A_log_ptr + head_v).to(gl.float32) * LOG2_E)
-        by_gate_ptr = args.by_gate_ptr + chunk.unit.to(gl.int64) * (2 * HV) + head_v
+        by_gate_ptr = args.by_gate_ptr + unit.to(gl.int64) * (2 * HV) + head_v
         dg = gl.where(own, dg, 0.0) * rate
         gl.store(by_gate_ptr, gl.sum(softplus(a) * dg, axis=0))
         dg = sigmoid(a) * dg
