@@ -212,13 +212,28 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         {"PIECE_K": 128, "num_stages": 2},
         {"maxnreg": 168},
     ],
-    "segment": [{"tokens": n} for n in (0, 1024, 2048, 4096, 8192)],
+    "local": [{"maxnreg": 96}, {"maxnreg": 80}],
+    "alongside": [{"on": 0}],  # Hopper's, as the next: walks one after the other
+    "programs": [{"number": 10**6}, {"number": 66}],  # of gradients: one per chunk; half of the SMs
+    "segment": [{"tokens": n} for n in (0, 1024, 2048, 4096, 8192, 16384)],
     "two per SM": [{"tokens": n} for n in (0, 1024, 2048, 4096)],
 }
+SKIPPED = {
+    "hopper": ("states", "walk", "serial", "two per SM", "pairs", "queries", "keys"),
+    "triton": ("alongside", "programs"),
+}
+"""What plans of a backend have no use for."""
+OWN = {"serial": ("states", "walk"), "alongside": ("walk",), "programs": ("gradients",)}
+OWN |= dict.fromkeys(("plan", "segment", "two per SM"), ("",))
+"""The kernels whose times are told of a choice, where they do not have its name."""
 
 
 def changed(plan: Any, kernel: str, change: dict[str, int]) -> Any:
     """A plan with one thing changed; "two per SM" has few enough tiles for two programs at once."""
+    if kernel == "alongside":
+        return plan._replace(alongside=bool(change["on"]))
+    if kernel == "programs":
+        return plan._replace(programs=change["number"])
     if kernel in ("segment", "two per SM"):
         plan = plan._replace(segment=change["tokens"])
         if kernel == "segment":
@@ -230,7 +245,8 @@ def changed(plan: Any, kernel: str, change: dict[str, int]) -> Any:
 
 
 def plans(name: str, backend: str) -> None:
-    """Microseconds of the backward and its kernels, by the plan and with one thing changed."""
+    """Microseconds of the backward by a CUDA graph, and of its kernels, by the plan and with one
+    thing changed. Kernels may overlap, so theirs may add up to more."""
     from sluice.backends.triton import launch
 
     prefill_backward = importlib.import_module(f"sluice.backends.{backend}.prefill_backward")
@@ -242,9 +258,8 @@ def plans(name: str, backend: str) -> None:
     spec = DeltaBackwardSpec.make("prefill_backward", metas, OPTIONS)
     base = prefill_backward.plan_of(spec)
     choices = [("plan", {})]
-    skipped = ("states", "walk", "serial", "two per SM") if backend == "hopper" else ()
     for kernel, changes in VARIANTS.items():
-        choices += [(kernel, change) for change in changes if kernel not in skipped]
+        choices += [(kernel, change) for change in changes if kernel not in SKIPPED[backend]]
     launches = []
     for kernel, change in choices:
         plan = base if kernel == "plan" else changed(base, kernel, change)
@@ -259,10 +274,8 @@ def plans(name: str, backend: str) -> None:
             run(tensors)
             off, text = worst(made, wanted)
             seen = kernels(partial(run, tensors))
-            whole = sum(us for _, us in seen)
-            own = {"serial": ("states", "walk")}
-            own |= dict.fromkeys(("plan", "segment", "two per SM"), ("",))
-            parts = [(n, us) for n, us in seen if any(k in n for k in own.get(kernel, (kernel,)))]
+            whole = 1000 * milliseconds(partial(run, tensors), True)
+            parts = [(n, us) for n, us in seen if any(k in n for k in OWN.get(kernel, (kernel,)))]
             told = ", ".join(f"{n.removeprefix('backward_')[:-7]} {us:.0f}" for n, us in parts)
             mark = "" if off <= LIMIT else "WRONG "
             print(f"  {whole:8.1f} us  {kernel} {change}: {told}; {mark}{text}", flush=True)

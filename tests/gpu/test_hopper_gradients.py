@@ -35,9 +35,9 @@ PAIRS = {"backward_pairs_kernel", "backward_queries_kernel", "backward_keys_kern
 
 
 def fused_calls(p, memory, w, *_):
-    """In place of ``prefill_backward._gradients``."""
+    """In place of ``prefill_backward._gradients``. One program goes through all chunks."""
     assert gradients.refuse(p) is None
-    return gradients.gradient_calls(p, memory, w)
+    return gradients.gradient_calls(p, memory, w, programs=1)
 
 
 def drawn(call, dtype):
@@ -86,8 +86,10 @@ def check(call, dtype):
 PACKED = BASE.of(name="packed, raw", lengths=(5, 0, 64, 1, 130), raw=True, HV=2)
 HARD = BASE.of(name="identical", T=130, HV=2, keys="identical", rate=0.0, beta="one")
 SHORT = PACKED.of(name="short, raw", lengths=(5, 0, 70))
+MIXED = HARD.of(name="hard and not", lengths=(65, 64))
 QUICK = [
     (SHORT, BFLOAT16),
+    (MIXED, BFLOAT16),
     (BASE.of(name="four heads, no norm", T=70, HV=4, normalize=False), FLOAT16),
 ]
 MORE = [

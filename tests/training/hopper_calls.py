@@ -44,3 +44,13 @@ SPLIT = [
     USUAL.of(name="split, identical", T=300, keys="identical", rate=0.0, beta="one"),
 ]
 """To be split into segments of 128 tokens."""
+MIXED = SAME.of(name="hard and not", lengths=(65, 64, 0, 1, 130, 1, 100))
+FEW = [
+    MIXED.of(name="hard and not"),
+    MIXED.of(name="hard and not, one head", HV=1),
+    USUAL.of(name="many chunks", T=500, HQ=2, HK=2, HV=4),
+    USUAL.of(name="packed, raw, odd", lengths=(5, 0, 64, 1, 130, 0, 0, 77, 64), raw=True, HV=1),
+    USUAL.of(name="no decay, many", T=300, decay=None, normalize=False, HV=3),
+]
+"""To be gone through by two programs: one meets hard chunks after others, and empty ones. A
+sequence of one token has no key that repeats."""

@@ -41,6 +41,16 @@ def test_gradients_of_split_sequences(call, dtype, monkeypatch):
     calls.forget()
 
 
+@pytest.mark.parametrize("call", FEW, ids=str)
+def test_gradients_by_few_programs(call, monkeypatch):
+    """A program of the last kernel goes from chunk to chunk."""
+    whole = prefill_backward.plan_of
+    monkeypatch.setattr(prefill_backward, "plan_of", lambda p: whole(p)._replace(programs=2))
+    calls.forget()
+    check(call, torch.bfloat16, "hopper")
+    calls.forget()
+
+
 def test_the_same_bits_each_time():
     leaves, options, _, do, dfinal = drawn(USUAL, torch.bfloat16)
     first = backward_of(leaves, options, do, dfinal, "hopper")

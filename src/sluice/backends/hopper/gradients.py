@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from sluice.backends.triton import gpu
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.prefill_arguments import units_of
 from sluice.backends.triton.prefill_backward_parts import Parts
@@ -34,8 +35,14 @@ def refuse(p: DeltaBackwardSpec) -> str | None:
     return None if reason is None else f"needs {reason}"
 
 
-def gradient_calls(p: DeltaBackwardSpec, memory: Binding, w: Parts) -> list[KernelCall]:
-    """The launch that makes dq, dk, dbeta and dg of what both walks left in the workspace."""
+def gradient_calls(
+    p: DeltaBackwardSpec, memory: Binding, w: Parts, programs: int = 0
+) -> list[KernelCall]:
+    """The launch that makes dq, dk, dbeta and dg of what both walks left in the workspace.
+
+    By so many programs, each of which goes through several chunks; 0: by one per SM.
+    """
+    chunks = units_of(p, CHUNK, tail=True) * p.HK
     values = (p.B * p.T, p.HV * p.V), (p.HV * p.V, 1), (CHUNK, COLUMNS)
     slots = p.B * p.T // CHUNK + p.N
     states = (slots * p.HV * p.V, p.K), (p.K, 1), (COLUMNS, p.K)
@@ -78,14 +85,15 @@ def gradient_calls(p: DeltaBackwardSpec, memory: Binding, w: Parts) -> list[Kern
         "tokens": p.B * p.T,
         "HK": p.HK,
         "HV": p.HV,
+        "chunks": chunks,
         **memory.strides("g", "bth"),
         "K": p.K,
         "V": p.V,
         "RAW_BETA": p.raw_gates,
     }
     options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
-    programs = units_of(p, CHUNK, tail=True) * p.HK
-    return [KernelCall(GRADIENTS, programs, options, arguments)]
+    grid = min(chunks, programs or gpu.processors(p.device))
+    return [KernelCall(GRADIENTS, grid, options, arguments)]
 
 
 def _tokens(p: DeltaBackwardSpec, name: str, width: int) -> Tiles:

@@ -7,13 +7,14 @@ heads than key heads.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from sluice.backends.hopper import gradients
 from sluice.backends.hopper.kernels.sizes import COPY_WIDTH
-from sluice.backends.triton import gpu
+from sluice.backends.triton import configs, gpu
 from sluice.backends.triton import prefill_backward as portable
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.launch import Launches
@@ -25,8 +26,11 @@ from sluice.contract.chunk_length import CHUNK
 WALK = Kernel("sluice.backends.hopper.kernels.backward_walk_kernel", "hopper_walk_kernel")
 STAGES = 3  # chunks whose tiles fit into shared memory
 BLOCK_V = 64  # value columns per program
-STATES_US, WALK_US = (1.3, 1.2), (1.6, 1.5)
-"""The plan's model as in triton/prefill_backward.py: estimates (docs/kernels/backward.md)."""
+WALK_US, EFFECT_US = (1.0, 1.0), (0.9, 0.5)
+"""The plan's model, for an H200, in microseconds: a chunk of either walk, and of a segment's
+effect, alone, and what is added where every SM has a program (measured: 1.46 with 64 programs, 1.85
+to 2.2 with 128; docs/kernels/backward.md). Then a segment's join, and three more launches."""
+JOIN_US, LAUNCHES_US = 2.0, 20.0
 
 
 def launches(spec: DeltaBackwardSpec) -> Launches:
@@ -37,14 +41,34 @@ def launches(spec: DeltaBackwardSpec) -> Launches:
 def planned_launches(spec: DeltaBackwardSpec, plan: portable.Plan) -> Launches:
     """The same by a given plan."""
     fused = spec.dtype == torch.bfloat16 and gradients.refuse(spec) is None
-    return portable.planned_launches(spec, plan, walks, gradients.gradient_calls if fused else None)
+    last = functools.partial(gradients.gradient_calls, programs=plan.programs) if fused else None
+    return portable.planned_launches(spec, plan, walks, last)
 
 
 def plan_of(p: DeltaBackwardSpec) -> portable.Plan:
     """The plan, by shapes and the GPU alone."""
+    segment = portable.shortest(p, functools.partial(cost, p))
+    return portable.plan_of(p)._replace(segment=segment, alongside=True)
+
+
+def cost(p: DeltaBackwardSpec, segment: int) -> float:
+    """Microseconds of both walks, which run side by side, cut into segments; 0: not cut."""
     processors = gpu.processors(p.device)
-    segment = portable.best_segment(p, BLOCK_V, processors, STATES_US, WALK_US)
-    return portable.plan_of(p)._replace(segment=segment)
+    longest = portable.longest_sequence(p)
+    heads, columns, keys = max(p.N, 1) * p.HV, p.V // BLOCK_V, p.K // BLOCK_V
+
+    def walked(programs: int, tokens: int, us: tuple[float, float]) -> float:
+        rounds, (alone, shared) = configs.blocks(programs, processors), us
+        chunk = alone + shared * min(programs / processors, 1.0)
+        return rounds * configs.blocks(tokens, CHUNK) * chunk
+
+    if not segment:
+        return walked(2 * heads * columns, longest, WALK_US)
+    segments = configs.blocks(longest, segment)
+    effects = heads * (2 * (segments - 1) * columns + segments * keys)
+    joined = segments * JOIN_US + LAUNCHES_US
+    walks = walked(2 * heads * segments * columns, segment, WALK_US)
+    return walked(effects, segment, EFFECT_US) + joined + walks
 
 
 def walks(
@@ -102,6 +126,7 @@ def walks(
                 "BACK": False,
                 "EFFECT": effect,
                 "HARD": hard,
+                "ALONGSIDE": False,
             },
         )
 
@@ -127,12 +152,15 @@ def walks(
                 "BACK": True,
                 "EFFECT": effect,
                 "HARD": hard,
+                "ALONGSIDE": plan.alongside,
             },
         )
 
     def both(effect: bool) -> list[KernelCall]:
         kinds = portable.launches_by_hardness(w)
-        return [make(effect, hard) for make in (states, walk) for hard in kinds]
+        # the walk back begins beside the last walk forward: that of most programs comes last
+        forward = [states(effect, hard) for hard in reversed(kinds)]
+        return [*forward, *(walk(effect, hard) for hard in kinds)]
 
     if not split:
         return both(False)

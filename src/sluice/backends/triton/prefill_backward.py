@@ -73,6 +73,8 @@ class Plan(NamedTuple):
     keys: Config  # PIECE_K: columns of dK at a time
     lows: Config  # BLOCK_V, PIECE_K: columns at a time
     segment: int = 0  # tokens; 0: no sequence is split
+    alongside: bool = False  # Hopper's: the walk back runs beside the walk forward
+    programs: int = 0  # of Hopper's gradients; 0: one per SM
 
 
 def plan_of(p: DeltaBackwardSpec) -> Plan:
@@ -103,23 +105,15 @@ def plan_of(p: DeltaBackwardSpec) -> Plan:
     )
 
 
-def best_segment(
-    p: DeltaBackwardSpec,
-    block: int,
-    processors: int,
-    states_us: tuple[float, float] = STATES_US,
-    walk_us: tuple[float, float] = WALK_US,
-) -> int:
+def best_segment(p: DeltaBackwardSpec, block: int, processors: int) -> int:
     """Tokens of a segment by a model of rounds over the SMs; 0: no sequence is split."""
     sequences = max(p.N, 1)
-    longest = p.T if not p.varlen else -(-p.T // sequences)
-    room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
-    lengths = [s for s in SEGMENTS if s < longest and units_of(p, s, tail=False) <= room]
+    longest = longest_sequence(p)
     heads, columns = sequences * p.HV, configs.blocks(p.V, block)
     keys = configs.blocks(p.K, block)
 
     def cost(segment: int) -> float:
-        (states, effect), (walk, effect_back) = states_us, walk_us
+        (states, effect), (walk, effect_back) = STATES_US, WALK_US
         if not segment:
             rounds = configs.blocks(heads * columns, processors)
             return rounds * configs.blocks(longest, CHUNK) * (states + walk)
@@ -130,6 +124,19 @@ def best_segment(
         in_chunks = effects * effect + back * effect_back + rounds * (states + walk)
         return chunks * in_chunks + segments * JOIN_US + LAUNCHES_US
 
+    return shortest(p, cost)
+
+
+def longest_sequence(p: DeltaBackwardSpec) -> int:
+    """Tokens of the longest sequence; of packed ones, which the host does not know, the mean."""
+    return p.T if not p.varlen else -(-p.T // max(p.N, 1))
+
+
+def shortest(p: DeltaBackwardSpec, cost: Callable[[int], float]) -> int:
+    """The length of a segment that costs least among those that the workspace has room for."""
+    room = ROOM * p.T * (1 if p.varlen else max(p.N, 1)) / STATE_TOKENS
+    longest = longest_sequence(p)
+    lengths = [s for s in SEGMENTS if s < longest and units_of(p, s, tail=False) <= room]
     return min([0, *lengths], key=cost)
 
 

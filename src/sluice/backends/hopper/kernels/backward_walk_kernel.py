@@ -19,6 +19,11 @@ their low terms take no registers from the others.
 
 With EFFECT nothing is stored but X after a segment that began with zeros; forward also from the
 identity and without values, which is the segment's transition (G11).
+
+Neither walk reads what the other writes. So the walk back runs beside the one forward, on SMs that
+it leaves free (ALONGSIDE). Its programs start when all of the kernel before have started, which is
+after all kernels before that one are done: the walk forward waits for them first. The walk back
+waits for the walk forward at its end, so that who waits for it waits for both.
 """
 
 from __future__ import annotations
@@ -86,10 +91,12 @@ def hopper_walk_kernel(
     BACK: gl.constexpr,
     EFFECT: gl.constexpr,
     HARD: gl.constexpr,  # with hard_ptr: the programs that have a hard chunk, or the rest
+    ALONGSIDE: gl.constexpr,  # with BACK: wait for the kernel before at the end only
 ):
     BLOCKS_V: gl.constexpr = V // GROUP_V
     BLOCKS: gl.constexpr = BLOCKS_V + K // GROUP_V if EFFECT and not BACK else BLOCKS_V
-    gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
+    if not ALONGSIDE:
+        gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
     gdc_launch_dependents()
 
     # The tokens of this program
@@ -169,6 +176,9 @@ def hopper_walk_kernel(
         stride_v_t=HV * V, stride_p_t=HV * C,
     )  # fmt: skip
     gl.warp_specialize([(run_walk, (walk, sizes)), (run_walk_loader, (loader, sizes))], [1], [32])
+    if ALONGSIDE:  # noqa: SIM102 (a constexpr branch stays apart)
+        if live | (pid == 0):  # one program would do; the others need not hold their SM
+            gdc_wait()
 
 
 @gluon.jit

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sluice.backends.hopper.kernels.gluon_api import aggregate
+
+CHUNKS = gl.constexpr(4)  # descriptions of chunks in shared memory
+NUMBERS = gl.constexpr(8)  # of each
 
 
 @aggregate
 class Tiles:
-    """Tiles in shared memory; a stage holds half of the value columns of one head."""
+    """Tiles in shared memory. Rows come for a whole head, into one of two places."""
 
     qk: gl.shared_memory_descriptor  # [C, K], two: Q, K
-    rows: gl.shared_memory_descriptor  # [C, V / 2], three per stage: dO, E, Y
-    states: gl.shared_memory_descriptor  # [V / 2, K], two per stage: S, dS
+    rows: gl.shared_memory_descriptor  # [C, V / 2], six per place: dO, E, Y of each half
+    states: gl.shared_memory_descriptor  # [V / 2, K], four: S, dS of each half
     pairs: gl.shared_memory_descriptor  # [C, C], two: N, H
+    ones: gl.shared_memory_descriptor  # [C, C]: ones above the diagonal
 
 
 @aggregate
@@ -24,44 +28,46 @@ class Sums:
     """Numbers per token in shared memory: decays, and what is asked of them; float32."""
 
     columns: gl.shared_memory_descriptor  # 0 to C - 1, int32
-    g2: gl.shared_memory_descriptor  # queries: γ in powers of two
-    by_column: gl.shared_memory_descriptor  # queries: beta r_k
-    by_pair: gl.shared_memory_descriptor  # queries: pairs of tokens that span each token
+    g2: gl.shared_memory_descriptor  # pairs: γ in powers of two
+    by_column: gl.shared_memory_descriptor  # pairs: beta r_k
+    by_pair: gl.shared_memory_descriptor  # pairs: pairs of tokens that span each token
     by_query: gl.shared_memory_descriptor  # queries: what each output asks
+    kept: gl.shared_memory_descriptor  # queries: parts of the overlap of S and dS
     asked: gl.shared_memory_descriptor  # keys: what is read from each token on
     wrote: gl.shared_memory_descriptor  # keys: what was written before each token
-    kept: gl.shared_memory_descriptor  # keys: parts of the overlap of S and dS
 
 
 @aggregate
 class Barriers:
     """Mbarriers."""
 
+    chunk_ready: gl.shared_memory_descriptor  # loader: a chunk is described
     keys_loaded: gl.shared_memory_descriptor  # loader: q and k have arrived
     keys_ready: gl.shared_memory_descriptor  # queries: no other sequence's tokens are in them
-    stage_ready: gl.shared_memory_descriptor  # loader, by stage
-    stage_free: gl.shared_memory_descriptor  # both groups, by stage
-    pairs_ready: gl.shared_memory_descriptor  # queries: N, H and by_pair are stored
-    asked_ready: gl.shared_memory_descriptor  # queries: by_query is stored
-    pairs_free: gl.shared_memory_descriptor  # keys: they are read
-    low_ready: gl.shared_memory_descriptor  # loader: low terms of a hard chunk have arrived
-    low_free: gl.shared_memory_descriptor  # both groups
+    keys_free: gl.shared_memory_descriptor  # all three groups
+    rows_ready: gl.shared_memory_descriptor  # loader, by place
+    rows_free: gl.shared_memory_descriptor  # all three groups, by place
+    states_ready: gl.shared_memory_descriptor  # loader
+    states_free: gl.shared_memory_descriptor  # queries, keys
+    pairs_ready: gl.shared_memory_descriptor  # pairs: N and H are stored
+    pairs_free: gl.shared_memory_descriptor  # queries, keys
+    spans_ready: gl.shared_memory_descriptor  # pairs: by_pair is stored
+    asked_ready: gl.shared_memory_descriptor  # keys: asked and wrote are stored
+    sums_free: gl.shared_memory_descriptor  # queries: they are read
 
 
 @aggregate
-class Chunk:
-    """The chunk of a program and the value heads that it goes through."""
+class Shared:
+    """What all roles know."""
 
-    row: gl.tensor  # first token, over all B * T
-    count: gl.tensor  # tokens; none: 0 or less
+    tiles: Tiles
+    sums: Sums
+    barriers: Barriers
+    chunks: gl.shared_memory_descriptor  # descriptions, int32
     tokens: gl.tensor  # B * T
-    first_head: gl.tensor  # the first value head
-    heads: gl.tensor  # how many
-    head_k: gl.tensor  # the key head, which is the query head too
-    heads_k: gl.tensor  # how many there are
-    stages: gl.tensor  # of the ring of tiles
-    is_hard: gl.tensor  # whether low terms are read
-    LOWS: gl.constexpr  # whether there are any
+    heads: gl.tensor  # value heads per key head
+    HK: gl.tensor  # key heads, which are the query heads too
+    LOWS: gl.constexpr  # whether a chunk may be hard
 
 
 @aggregate
@@ -77,27 +83,24 @@ class LoaderArgs:
     y_low_desc: tma.tensor_descriptor | gl.constexpr
     before_desc: tma.tensor_descriptor
     after_desc: tma.tensor_descriptor
-    slot: gl.tensor  # of S and dS
-    HV: gl.tensor
-    chunk: Chunk
-    tiles: Tiles
-    barriers: Barriers
+    hard_ptr: gl.tensor | gl.constexpr
+    by_gate_ptr: gl.tensor | gl.constexpr
+    cu_seqlens_ptr: gl.tensor | gl.constexpr
+    N: gl.tensor
+    T: gl.tensor
+    chunks: gl.tensor  # of all key heads
+    shared: Shared
 
 
 @aggregate
-class QueriesArgs:
-    """Arguments of the group that makes N, H, dQ and dbeta."""
+class PairsArgs:
+    """Arguments of the group that makes N, H and dbeta."""
 
-    chunk: Chunk
-    tiles: Tiles
-    sums: Sums
-    barriers: Barriers
+    shared: Shared
     beta32_ptr: gl.tensor
     g2_ptr: gl.tensor | gl.constexpr  # None without decay
-    decay_q_ptr: gl.tensor
     r_k_ptr: gl.tensor | gl.constexpr  # None without norm
     r_q_ptr: gl.tensor | gl.constexpr
-    dq_ptr: gl.tensor
     dbeta_ptr: gl.tensor
     scale: gl.tensor
     beta_scale: gl.tensor
@@ -105,32 +108,117 @@ class QueriesArgs:
 
 
 @aggregate
-class KeysArgs:
-    """Arguments of the group that makes dK and dg."""
+class QueriesArgs:
+    """Arguments of the group that makes dQ and dg."""
 
-    chunk: Chunk
-    tiles: Tiles
-    sums: Sums
-    barriers: Barriers
-    beta32_ptr: gl.tensor
+    shared: Shared
     g2_ptr: gl.tensor | gl.constexpr
     by_low_ptr: gl.tensor | gl.constexpr  # None: no low terms, or no decay
-    decay_in_ptr: gl.tensor
-    decay_out_ptr: gl.tensor
-    r_k_ptr: gl.tensor | gl.constexpr
-    dk_ptr: gl.tensor
+    decay_q_ptr: gl.tensor
+    r_q_ptr: gl.tensor | gl.constexpr
+    dq_ptr: gl.tensor
     dg_ptr: gl.tensor | gl.constexpr
-    g_ptr: gl.tensor | gl.constexpr  # at the chunk's first token
+    g_ptr: gl.tensor | gl.constexpr
     A_log_ptr: gl.tensor | gl.constexpr  # None: g is no raw gate
     dt_bias_ptr: gl.tensor | gl.constexpr
-    by_gate_ptr: gl.tensor | gl.constexpr  # of this chunk
+    by_gate_ptr: gl.tensor | gl.constexpr
+    stride_g_b: gl.tensor | gl.constexpr
     stride_g_t: gl.tensor | gl.constexpr
     stride_g_h: gl.tensor | gl.constexpr
 
 
+@aggregate
+class KeysArgs:
+    """Arguments of the group that makes dK."""
+
+    shared: Shared
+    beta32_ptr: gl.tensor
+    decay_in_ptr: gl.tensor
+    decay_out_ptr: gl.tensor
+    r_k_ptr: gl.tensor | gl.constexpr
+    dk_ptr: gl.tensor
+    DECAY: gl.constexpr
+
+
+@aggregate
+class Chunk:
+    """A chunk of one key head."""
+
+    row: gl.tensor  # first token, over all B * T
+    count: gl.tensor  # tokens; 0: there is no further chunk
+    head_k: gl.tensor
+    is_hard: gl.tensor  # whether low terms are read
+    number: gl.tensor  # how many the program had before it
+
+
+@aggregate
+class Place:
+    """Where rows lie: one of two places. Each has a bit in ``phases``, of its mbarriers.
+
+    The low terms of a hard chunk lie in the second place, its rows always in the first.
+    """
+
+    number: gl.tensor
+    phases: gl.tensor
+
+
 @gluon.jit
-def advance(stage, phase, stages):
-    """The next stage of a ring of ``stages``. The phase of its mbarriers changes once per round."""
-    stage += 1
-    wraps = stage == stages
-    return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
+def first_place(zero):
+    return Place(zero, zero)
+
+
+@gluon.jit
+def place_of(place, is_hard):
+    """The place of a head's rows, given the one whose turn it is."""
+    return gl.where(is_hard, 0, place.number)
+
+
+@gluon.jit
+def phase_of(place, number):
+    """The phase of a place."""
+    return (place.phases >> number) & 1
+
+
+@gluon.jit
+def next_place(place, is_hard):
+    """The place whose turn it is after a head."""
+    used = gl.where(is_hard, 3, 1 << place.number)
+    return Place(gl.where(is_hard, 0, place.number ^ 1), place.phases ^ used)
+
+
+@gluon.jit
+def put_chunk(shared, chunk, unit, batch, t):
+    """Describe a chunk to the other warps: also its number in the grid, and where g has it."""
+    at = (chunk.number % CHUNKS) * NUMBERS
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    is_hard = chunk.is_hard.to(gl.int32)
+    numbers = (chunk.row, chunk.count, chunk.head_k, is_hard, unit, batch, t)
+    for i in gl.static_range(7):
+        shared.chunks.index(at + i).store(gl.full([1], 0, gl.int32, layout) + numbers[i])
+
+
+@gluon.jit
+def get_chunk(shared, number):
+    """The ``number``-th chunk that this program's loader describes."""
+    mbarrier.wait(shared.barriers.chunk_ready.index(number % CHUNKS), (number // CHUNKS) & 1)
+    at = (number % CHUNKS) * NUMBERS
+    return Chunk(
+        row=get(shared.chunks, at),
+        count=get(shared.chunks, at + 1),
+        head_k=get(shared.chunks, at + 2),
+        is_hard=get(shared.chunks, at + 3) != 0,
+        number=number,
+    )
+
+
+@gluon.jit
+def place_of_gates(shared, chunk):
+    """The unit of tokens, the row of the batch and the token in it, of a raw gate."""
+    at = (chunk.number % CHUNKS) * NUMBERS
+    return get(shared.chunks, at + 4), get(shared.chunks, at + 5), get(shared.chunks, at + 6)
+
+
+@gluon.jit
+def get(smem, at):
+    """One number of shared memory."""
+    return gl.sum(smem.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)

@@ -8,19 +8,19 @@ the inverse lengths of queries and keys, D = beta E and dV = beta Y:
     r_q dQ̂ = s r_q e^γ dO Sᵀ + N K
     r_k dK̂ = Nᵀ Q + (H + Hᵀ) K + r_k e^(γ_C−γ) D dSᵀ − r_k e^γ dV Sᵀ
 
-A program owns a chunk of one key head, which is a query head too, and goes over its value heads. It
-has warps of three roles. The loader, one warp, brings tiles by TMA, up to three stages ahead
-(gradients_loader.py). Four warps make N, H and dQ (gradients_queries.py), four more dK and dg
-(gradients_keys.py). N and H pass from one to the other through shared memory, and never leave it.
+A program goes from chunk to chunk of one key head, which is a query head too, and in each over its
+value heads. It has warps of four roles. The loader, one warp, brings tiles by TMA, into the next
+chunk (gradients_loader.py). Three groups of four warps compute: one makes N, H and dbeta, a head
+ahead of the others (gradients_pairs.py), one dQ and dg (gradients_queries.py), one dK
+(gradients_keys.py). N and H pass through shared memory, and never leave it.
 
-A stage is half of the value columns of a head: every product that reads it is a sum over value
-columns. dQ and dK are summed over heads in registers, in the order of the heads.
+dQ and dK are summed over heads in registers, in the order of the heads.
 
-Every product has both operands in shared memory, but for two whose left one is in registers as its
-product made it: none is transposed there (docs/kernels/backward.md).
+Every product has both operands in shared memory, but for the pairs' two terms, which are in
+registers as their product made them: none is transposed there (docs/kernels/backward.md).
 
-In a hard chunk (backward_chunks.py) E, Y and N are two terms each. Its ring has two stages, and the
-low terms of E and Y lie in the third. What the low terms of S and dS add to dg has been made before
+In a hard chunk (backward_chunks.py) E, Y and N are two terms each. Rows have one place then, and
+the low terms lie in the other. What the low terms of S and dS add to dg has been made before
 (triton/kernels/backward_lows.py).
 """
 
@@ -33,25 +33,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.kernels.constants import GROUP_V, C
 from sluice.backends.hopper.kernels.gradients_args import (
+    CHUNKS,
+    NUMBERS,
     Barriers,
-    Chunk,
     KeysArgs,
     LoaderArgs,
+    PairsArgs,
     QueriesArgs,
+    Shared,
     Sums,
     Tiles,
 )
 from sluice.backends.hopper.kernels.gradients_keys import run_keys
 from sluice.backends.hopper.kernels.gradients_loader import run_loader
+from sluice.backends.hopper.kernels.gradients_pairs import run_pairs
 from sluice.backends.hopper.kernels.gradients_queries import run_queries
-from sluice.backends.hopper.kernels.work_units import unit_span
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-
-STAGES = gl.constexpr(3)
 
 
 @gluon.jit(
-    do_not_specialize=["N", "T", "tokens", "HK", "HV", "stride_g_b"],
+    do_not_specialize=["N", "T", "tokens", "HK", "HV", "chunks", "stride_g_b"],
     do_not_specialize_on_alignment=[*INDICES, *GATES],
 )
 def hopper_gradients_kernel(
@@ -89,6 +90,7 @@ def hopper_gradients_kernel(
     tokens,  # B * T
     HK,
     HV,
+    chunks,  # of all key heads
     stride_g_b,
     stride_g_t,
     stride_g_h,
@@ -96,71 +98,45 @@ def hopper_gradients_kernel(
     V: gl.constexpr,
     RAW_BETA: gl.constexpr,
 ):
+    gl.static_assert(V == 2 * GROUP_V)
+    tiles = allocate_tiles(q_desc, e_desc, before_desc, K)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shared = Shared(
+        tiles=tiles, sums=allocate_sums(), barriers=allocate_barriers(),
+        chunks=gl.allocate_shared_memory(gl.int32, [CHUNKS * NUMBERS, 1], layout),
+        tokens=tokens, heads=HV // HK, HK=HK, LOWS=hard_ptr is not None,
+    )  # fmt: skip
     gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
     gdc_launch_dependents()
-    gl.static_assert(V == 2 * GROUP_V)
-    pid = gl.program_id(0)
-    head_k = pid % HK
-    unit = pid // HK
-    heads = HV // HK
-    seq, start, number, end = unit_span(unit, cu_seqlens_ptr, N, T, C)
-    row = start + number * C
-    count = gl.minimum(end - row, C)
-    if seq >= N:
-        count = count * 0
-    slot = row // C + seq
-    stages = count * 0 + STAGES
-    is_hard = count < 0
-    if hard_ptr is not None:
-        hard_at = hard_ptr + (head_k * heads).to(gl.int64) * (tokens // C + N) + slot
-        is_hard = gl.load(hard_at, mask=count > 0, other=0) != 0
-        stages = gl.where(is_hard, 2, STAGES)
-    if by_gate_ptr is not None:
-        by_gate_ptr += unit.to(gl.int64) * (2 * HV)
-        if count <= 0:
-            for head in range(head_k * heads, (head_k + 1) * heads):
-                gl.store(by_gate_ptr + head, 0.0)
-                gl.store(by_gate_ptr + HV + head, 0.0)
-    if g_ptr is not None:
-        batch = seq * 0
-        t = row
-        if cu_seqlens_ptr is None:
-            batch = seq
-            t = row - seq * T
-        g_ptr += batch.to(gl.int64) * stride_g_b + t.to(gl.int64) * stride_g_t
-
-    tiles = allocate_tiles(q_desc, e_desc, before_desc, K)
-    sums = allocate_sums()
-    barriers = allocate_barriers()
-    chunk = Chunk(
-        row=row, count=count, tokens=tokens, first_head=head_k * heads, heads=heads,
-        head_k=head_k, heads_k=HK, stages=stages, is_hard=is_hard, LOWS=hard_ptr is not None,
-    )  # fmt: skip
     loader = LoaderArgs(
         q_desc=q_desc, k_desc=k_desc, do_desc=do_desc, e_desc=e_desc, y_desc=y_desc,
         e_low_desc=e_low_desc, y_low_desc=y_low_desc,
-        before_desc=before_desc, after_desc=after_desc, slot=slot, HV=HV,
-        chunk=chunk, tiles=tiles, barriers=barriers,
+        before_desc=before_desc, after_desc=after_desc, hard_ptr=hard_ptr,
+        by_gate_ptr=by_gate_ptr, cu_seqlens_ptr=cu_seqlens_ptr, N=N, T=T, chunks=chunks,
+        shared=shared,
+    )  # fmt: skip
+    pairs = PairsArgs(
+        shared=shared, beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, r_k_ptr=r_k_ptr, r_q_ptr=r_q_ptr,
+        dbeta_ptr=dbeta_ptr, scale=scale, beta_scale=beta_scale, RAW_BETA=RAW_BETA,
     )  # fmt: skip
     queries = QueriesArgs(
-        chunk=chunk, tiles=tiles, sums=sums, barriers=barriers,
-        beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, decay_q_ptr=decay_q_ptr,
-        r_k_ptr=r_k_ptr, r_q_ptr=r_q_ptr, dq_ptr=dq_ptr, dbeta_ptr=dbeta_ptr,
-        scale=scale, beta_scale=beta_scale, RAW_BETA=RAW_BETA,
+        shared=shared, g2_ptr=g2_ptr, by_low_ptr=by_low_ptr, decay_q_ptr=decay_q_ptr,
+        r_q_ptr=r_q_ptr, dq_ptr=dq_ptr,
+        dg_ptr=dg_ptr, g_ptr=g_ptr, A_log_ptr=A_log_ptr, dt_bias_ptr=dt_bias_ptr,
+        by_gate_ptr=by_gate_ptr,
+        stride_g_b=stride_g_b, stride_g_t=stride_g_t, stride_g_h=stride_g_h,
     )  # fmt: skip
     keys = KeysArgs(
-        chunk=chunk, tiles=tiles, sums=sums, barriers=barriers,
-        beta32_ptr=beta32_ptr, g2_ptr=g2_ptr, by_low_ptr=by_low_ptr, decay_in_ptr=decay_in_ptr,
-        decay_out_ptr=decay_out_ptr, r_k_ptr=r_k_ptr, dk_ptr=dk_ptr, dg_ptr=dg_ptr,
-        g_ptr=g_ptr, A_log_ptr=A_log_ptr, dt_bias_ptr=dt_bias_ptr, by_gate_ptr=by_gate_ptr,
-        stride_g_t=stride_g_t, stride_g_h=stride_g_h,
+        shared=shared, beta32_ptr=beta32_ptr, decay_in_ptr=decay_in_ptr,
+        decay_out_ptr=decay_out_ptr, r_k_ptr=r_k_ptr, dk_ptr=dk_ptr, DECAY=g2_ptr is not None,
     )  # fmt: skip
     # (role, arguments); then the warps and the registers per thread of all roles but the first
     gl.warp_specialize(
-        [(run_queries, (queries,)), (run_keys, (keys,)), (run_loader, (loader,))],
-        [4, 1],
-        [240, 24],
-    )
+        [(run_pairs, (pairs,)), (run_queries, (queries,)), (run_keys, (keys,)),
+         (run_loader, (loader,))],
+        [4, 4, 1],
+        [144, 176, 32],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -168,11 +144,13 @@ def allocate_tiles(q_desc, e_desc, before_desc, K: gl.constexpr):
     """The tiles. TMA and the tensor cores share the descriptors' layouts."""
     dtype: gl.constexpr = q_desc.dtype
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
     return Tiles(
         qk=gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout),
-        rows=gl.allocate_shared_memory(dtype, [3 * STAGES, C, GROUP_V], e_desc.layout),
-        states=gl.allocate_shared_memory(dtype, [2 * STAGES, GROUP_V, K], before_desc.layout),
+        rows=gl.allocate_shared_memory(dtype, [12, C, GROUP_V], e_desc.layout),
+        states=gl.allocate_shared_memory(dtype, [4, GROUP_V, K], before_desc.layout),
         pairs=gl.allocate_shared_memory(dtype, [2, C, C], square),
+        ones=gl.allocate_shared_memory(gl.float16, [C, C], ones),
     )
 
 
@@ -188,37 +166,43 @@ def allocate_sums():
         by_column=gl.allocate_shared_memory(gl.float32, [C], layout),
         by_pair=gl.allocate_shared_memory(gl.float32, [C], layout),
         by_query=gl.allocate_shared_memory(gl.float32, [C], layout),
+        kept=gl.allocate_shared_memory(gl.float32, [C], layout),
         asked=gl.allocate_shared_memory(gl.float32, [C], layout),
         wrote=gl.allocate_shared_memory(gl.float32, [C], layout),
-        kept=gl.allocate_shared_memory(gl.float32, [C], layout),
     )
 
 
 @gluon.jit
 def allocate_barriers():
-    """The mbarriers, initialised."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    keys_loaded = gl.allocate_shared_memory(gl.int64, [1], layout)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
-    stage_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    stage_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    pairs_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
-    asked_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
-    pairs_free = gl.allocate_shared_memory(gl.int64, [1], layout)
-    low_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
-    low_free = gl.allocate_shared_memory(gl.int64, [1], layout)
-    mbarrier.init(keys_loaded, count=1)
-    mbarrier.init(keys_ready, count=1)
-    mbarrier.init(pairs_ready, count=1)
-    mbarrier.init(asked_ready, count=1)
-    mbarrier.init(pairs_free, count=1)
-    mbarrier.init(low_ready, count=1)
-    mbarrier.init(low_free, count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(stage_ready.index(stage), count=1)
-        mbarrier.init(stage_free.index(stage), count=2)
+    """The mbarriers, initialised with the arrivals that each waits for."""
+    chunk_ready = allocate_barrier(CHUNKS, 1)
+    keys_loaded = allocate_barrier(0, 1)
+    keys_ready = allocate_barrier(0, 1)
+    keys_free = allocate_barrier(0, 3)
+    rows_ready = allocate_barrier(2, 1)
+    rows_free = allocate_barrier(2, 3)
+    states_ready = allocate_barrier(0, 1)
+    states_free = allocate_barrier(0, 2)
+    pairs_ready = allocate_barrier(0, 1)
+    pairs_free = allocate_barrier(0, 2)
+    spans_ready = allocate_barrier(0, 1)
+    asked_ready = allocate_barrier(0, 1)
+    sums_free = allocate_barrier(0, 1)
     fence_async_shared()
     return Barriers(
-        keys_loaded, keys_ready, stage_ready, stage_free,
-        pairs_ready, asked_ready, pairs_free, low_ready, low_free,
+        chunk_ready, keys_loaded, keys_ready, keys_free, rows_ready, rows_free,
+        states_ready, states_free, pairs_ready, pairs_free, spans_ready, asked_ready, sums_free,
     )  # fmt: skip
+
+
+@gluon.jit
+def allocate_barrier(many: gl.constexpr, count: gl.constexpr):
+    """An mbarrier; ``many`` of them, unless that is 0."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    shape: gl.constexpr = [1] if many == 0 else [many, 1]
+    bars = gl.allocate_shared_memory(gl.int64, shape, layout)
+    if many == 0:
+        mbarrier.init(bars, count=count)
+    for i in gl.static_range(many):
+        mbarrier.init(bars.index(i), count=count)
+    return bars

@@ -1,4 +1,4 @@
-"""What both groups of hopper_gradients_kernel need: numbers per token, and the store of a gradient.
+"""What the groups of hopper_gradients_kernel need: numbers per token, and the store of a gradient.
 
 They are loaded where they are used. The first load of a number brings its line into the L1 cache.
 """
@@ -10,11 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from sluice.backends.hopper.kernels.constants import COPY_WIDTH, C
-from sluice.backends.hopper.kernels.gluon_api import barrier
-from sluice.backends.hopper.kernels.gradients_args import advance
 from sluice.backends.hopper.kernels.layouts import accumulator
 
-# Tiles of a stage
+# Tiles of a head
 DO = gl.constexpr(0)
 E = gl.constexpr(1)
 Y = gl.constexpr(2)
@@ -23,32 +21,15 @@ DSTATE = gl.constexpr(1)
 
 
 @gluon.jit
-def wait_for_head(barriers, stage, phase, stages):
-    """Wait for both stages of a head: the first, the second and its phase."""
-    mbarrier.wait(barriers.stage_ready.index(stage), phase)
-    second, phase = advance(stage, phase, stages)
-    mbarrier.wait(barriers.stage_ready.index(second), phase)
-    return stage, second, phase
+def rows_of(tiles, place, row: gl.constexpr, half: gl.constexpr):
+    """Half of the columns of dO, E or Y: [C, V / 2]."""
+    return tiles.rows.index(6 * place + 3 * half + row)
 
 
 @gluon.jit
-def free_head(barriers, first, second):
-    """Tell the loader that this group has read both stages of a head."""
-    barrier()
-    mbarrier.arrive(barriers.stage_free.index(first), count=1)
-    mbarrier.arrive(barriers.stage_free.index(second), count=1)
-
-
-@gluon.jit
-def rows_of(tiles, stage, row: gl.constexpr):
-    """dO, E or Y [C, V / 2] of a stage."""
-    return tiles.rows.index(3 * stage + row)
-
-
-@gluon.jit
-def state_of(tiles, stage, state: gl.constexpr):
-    """S or dS [V / 2, K] of a stage."""
-    return tiles.states.index(2 * stage + state)
+def state_of(tiles, nothing, state: gl.constexpr, half: gl.constexpr):
+    """Half of the rows of S or dS: [V / 2, K]."""
+    return tiles.states.index(2 * half + state + nothing)
 
 
 @gluon.jit
@@ -59,14 +40,22 @@ def key_columns(smem, half: gl.constexpr):
 
 @gluon.jit
 def multiply_state(
-    tiles, first, second, row: gl.constexpr, state: gl.constexpr, half: gl.constexpr
+    tiles, place, nothing, row: gl.constexpr, state: gl.constexpr, half: gl.constexpr
 ):  # fmt: skip
-    """Start dO, E or Y [C, V] times half of the key columns of S or dS, both in two stages."""
+    """Start dO, E or Y [C, V] times half of the key columns of S or dS."""
     x = gl.zeros([C, COPY_WIDTH], gl.float32, accumulator(COPY_WIDTH))
-    right = key_columns(state_of(tiles, first, state), half)
-    x = warpgroup_mma(rows_of(tiles, first, row), right, x, use_acc=False, is_async=True)
-    right = key_columns(state_of(tiles, second, state), half)
-    return warpgroup_mma(rows_of(tiles, second, row), right, x, is_async=True)
+    right = key_columns(state_of(tiles, nothing, state, 0), half)
+    x = warpgroup_mma(rows_of(tiles, place, row, 0), right, x, use_acc=False, is_async=True)
+    right = key_columns(state_of(tiles, nothing, state, 1), half)
+    return warpgroup_mma(rows_of(tiles, place, row, 1), right, x, is_async=True)
+
+
+@gluon.jit
+def wait_for_keys(barriers, count, number):
+    """Wait for queries and keys; where the queries' group puts zeros into them, for these."""
+    mbarrier.wait(barriers.keys_loaded, number & 1)
+    if count < C:
+        mbarrier.wait(barriers.keys_ready, number & 1)
 
 
 @gluon.jit
@@ -107,16 +96,22 @@ def load_keys(smem, half: gl.constexpr):
 
 
 @gluon.jit
-def store_gradient(ptr, dx_0, dx_1, x_smem, r_ptr, stride_r, count, stride_t):
-    """Store the gradient by x, of which ``dx`` is r times the one by x̂ = r x; in two halves."""
+def without_norm(dx_0, dx_1, x_smem, r_ptr, stride_r, count):
+    """The gradient by x of r times the one by x̂ = r x."""
+    rows = gl.arange(0, C, gl.SliceLayout(1, accumulator(COPY_WIDTH)))
+    r = gl.load(r_ptr + rows * stride_r, mask=rows < count, other=0.0)
+    along = gl.sum(dx_0 * load_keys(x_smem, 0), axis=1)
+    along = (along + gl.sum(dx_1 * load_keys(x_smem, 1), axis=1)) * r * r
+    dx_0 = dx_0 - load_keys(x_smem, 0) * gl.expand_dims(along, 1)
+    dx_1 = dx_1 - load_keys(x_smem, 1) * gl.expand_dims(along, 1)
+    return dx_0, dx_1
+
+
+@gluon.jit
+def store_gradient(ptr, dx_0, dx_1, count, stride_t):
+    """Store a gradient [C, K] in two halves."""
     layout: gl.constexpr = accumulator(COPY_WIDTH)
     rows = gl.arange(0, C, gl.SliceLayout(1, layout))
-    if r_ptr is not None:
-        r = gl.load(r_ptr + rows * stride_r, mask=rows < count, other=0.0)
-        along = gl.sum(dx_0 * load_keys(x_smem, 0), axis=1)
-        along = (along + gl.sum(dx_1 * load_keys(x_smem, 1), axis=1)) * r * r
-        dx_0 = dx_0 - load_keys(x_smem, 0) * gl.expand_dims(along, 1)
-        dx_1 = dx_1 - load_keys(x_smem, 1) * gl.expand_dims(along, 1)
     columns = gl.expand_dims(gl.arange(0, COPY_WIDTH, gl.SliceLayout(0, layout)), 0)
     at = gl.expand_dims(rows * stride_t, 1) + columns
     mask = gl.expand_dims(rows < count, 1) & (columns < COPY_WIDTH)

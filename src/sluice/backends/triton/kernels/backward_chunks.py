@@ -124,18 +124,19 @@ def log2_decay_terms(g_ptr, A_log_ptr, dt_bias_ptr, head_v, t, end, stride_g_t):
 
 
 @triton.jit
-def repeats(
-    k_ptr, t, end, stride_k_t, K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZE_QK: tl.constexpr
-):
-    """Whether a chunk has as many pairs of nearly equal keys as it has keys, less one.
-
-    A chunk of one token has no pair to show that its key repeats.
-    """
-    offs = tl.arange(0, C)
+def key_products(k_ptr, t, end, stride_k_t, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """K Kᵀ [C, C] as given."""
     kk = tl.zeros([C, C], tl.float32)
     for d in tl.static_range(0, K, BLOCK_K):
         k = load_tile(k_ptr, t, end, d, stride_k_t, K, BLOCK_K)
         kk = tl.dot(k, tl.trans(k), acc=kk)
+    return kk
+
+
+@triton.jit
+def repeats(kk, t, end, NORMALIZE_QK: tl.constexpr):
+    """Whether a chunk has as many pairs of nearly equal keys as it has keys, less one."""
+    offs = tl.arange(0, C)
     near = tl.full([C], NEAR, tl.float32)
     if NORMALIZE_QK:  # of keys that are not divided by their lengths, long ones count
         near = near * tl.sqrt(tl.sum(tl.where(offs[:, None] == offs[None, :], kk, 0.0), axis=1))
@@ -220,8 +221,22 @@ def backward_local_kernel(
         if dbeta_ptr is not None:
             zero_rows(dbeta_ptr, t, end, head_v, HV, HV)
         return
+    # Memory is far away: what a program loads, it asks for before it computes. ptxas would put off
+    # these loads, but not over a barrier.
+    ONCE: tl.constexpr = K <= BLOCK_K
+    q_ptr += batch * stride_q_b
+    k_ptr += batch * stride_k_b + head_k * stride_k_h
+    if ONCE:
+        k = load_tile(k_ptr, t, end, 0, stride_k_t, K, BLOCK_K)
     offs_c = tl.arange(0, C)
     rows = t + offs_c < end
+    if beta_ptr is not None:
+        at = beta_ptr + batch * stride_beta_b + head_v * stride_beta_h
+        beta = tl.load(at + (t + offs_c) * stride_beta_t, mask=rows, other=0.0).to(tl.float32)
+    if ONCE:
+        head_q = head_v * READERS * HQ // HO
+        q = load_tile(q_ptr + head_q * stride_q_h, t, end, 0, stride_q_t, K, BLOCK_K)
+        tl.debug_barrier()
     token = batch * T + t + offs_c  # in the workspace
     of_value = head_v.to(tl.int64) * tokens + token
     lower = offs_c[:, None] >= offs_c[None, :]
@@ -244,26 +259,33 @@ def backward_local_kernel(
         decay_in = tl.exp2(g2)
         fade = tl.where(lower, tl.exp2(tl.where(lower, between, 0.0)), 0.0)
     if beta_ptr is not None:
-        at = beta_ptr + batch * stride_beta_b + head_v * stride_beta_h
-        beta = tl.load(at + (t + offs_c) * stride_beta_t, mask=rows, other=0.0).to(tl.float32)
         if A_log_ptr is not None:
             beta = sigmoid(beta) * beta_scale
         tl.store(beta32_ptr + of_value, beta, mask=rows)
-    q_ptr += batch * stride_q_b
-    k_ptr += batch * stride_k_b + head_k * stride_k_h
     hard = False
     if hard_ptr is not None:
-        hard = repeats(k_ptr, t, end, stride_k_t, K, BLOCK_K, r_k_ptr is not None)
+        if ONCE:
+            k_k = tl.dot(k, tl.trans(k))
+        else:
+            k_k = key_products(k_ptr, t, end, stride_k_t, K, BLOCK_K)
+        hard = repeats(k_k, t, end, r_k_ptr is not None)
         hard = hard | (end - start <= C)
         slot = (batch * T + t) // C + seq
         tl.store(hard_ptr + head_v.to(tl.int64) * (tokens // C + N) + slot, hard.to(tl.int32))
     for reader in tl.static_range(READERS):
         head_o = head_v * READERS + reader
         head_q = head_o * HQ // HO
-        qk, qq, kk = query_key_products(
-            q_ptr + head_q * stride_q_h, k_ptr, t, end, stride_q_t, stride_k_t,
-            K, BLOCK_K, PRECISION,
-        )  # fmt: skip
+        if ONCE:
+            if reader > 0:
+                q = load_tile(q_ptr + head_q * stride_q_h, t, end, 0, stride_q_t, K, BLOCK_K)
+            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            qq = squares(q)
+            kk = squares(k)
+        else:
+            qk, qq, kk = query_key_products(
+                q_ptr + head_q * stride_q_h, k_ptr, t, end, stride_q_t, stride_k_t,
+                K, BLOCK_K, PRECISION,
+            )  # fmt: skip
         r_q = tl.full([C], 1.0, tl.float32)
         r_k = r_q
         if r_k_ptr is not None:
@@ -283,10 +305,11 @@ def backward_local_kernel(
             at = p_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
             high = qk.to(p_ptr.dtype.element_ty)
             tl.store(at, high, mask=rows[:, None])
-            if p_low_ptr is not None:
-                at = p_low_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
-                low = (qk - high.to(tl.float32)).to(p_low_ptr.dtype.element_ty)
-                tl.store(at, low, mask=rows[:, None] & hard)
+            if p_low_ptr is not None:  # noqa: SIM102 (what a pointer decides is an if of its own)
+                if hard:  # a branch: few chunks are
+                    at = p_low_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
+                    low = (qk - high.to(tl.float32)).to(p_low_ptr.dtype.element_ty)
+                    tl.store(at, low, mask=rows[:, None])
 
 
 @triton.jit
