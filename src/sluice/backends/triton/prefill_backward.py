@@ -231,6 +231,7 @@ def planned_launches(
             HQ=p.HQ,
             V=p.V,
             BLOCK_K=min(BLOCK_K, 32 if exact else 128),
+            ONCE=gpu.has_wgmma(p.device) and not exact and BLOCK_K <= 128,
         )
     ]
     if w.b is not None:

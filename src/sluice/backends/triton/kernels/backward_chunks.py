@@ -201,6 +201,7 @@ def backward_local_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    ONCE: tl.constexpr,  # keys and queries fit into registers as they are
 ):
     HO: tl.constexpr = HQ if HQ > HV else HV
     READERS: tl.constexpr = HO // HV
@@ -223,7 +224,6 @@ def backward_local_kernel(
         return
     # Memory is far away: what a program loads, it asks for before it computes. ptxas would put off
     # these loads, but not over a barrier.
-    ONCE: tl.constexpr = K <= BLOCK_K
     q_ptr += batch * stride_q_b
     k_ptr += batch * stride_k_b + head_k * stride_k_h
     if ONCE:
