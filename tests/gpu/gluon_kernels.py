@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from unittest import mock
 
 import triton
 
 import sluice
 from sluice.backends.hopper import prefill
-from sluice.backends.hopper.prefill import CHUNKS, CHUNKS_WARP, FOUR_WARPS, ONE_WARP, STATE
+from sluice.backends.hopper.prefill import CHUNKS, CHUNKS_WARP, STATE
 from sluice.backends.triton.arguments import KernelCall
 from sluice.layers import QwenShape
 from sluice.model_calls import Kinds, ModelCalls
@@ -49,9 +48,13 @@ KERNELS = {
     "chunks, a key head a program": (
         CHUNKS, NARROW, {"HV": 64, "raw": True, "norm": True},
     ),
-    "chunks, a warp": (CHUNKS_WARP, NARROW, {"raw": True, "norm": True}),
-    "chunks, a warp, a value head": (CHUNKS_WARP, NARROW, {"HV": 16}),
-    "chunks, a warp, no decay": (CHUNKS_WARP, NARROW, {"decay": False, "norm": True}),
+    "chunks, a value head per key head": (CHUNKS_WARP, NARROW, {"HV": 16}),
+    "chunks, a value head per key head, raw gates and norm": (
+        CHUNKS_WARP, NARROW, {"HV": 16, "raw": True, "norm": True},
+    ),
+    "chunks, a value head per key head, no decay": (
+        CHUNKS_WARP, NARROW, {"HV": 16, "decay": False, "norm": True},
+    ),
     "states, 64 columns": (STATE, NARROW, {}),
     "states, 128 columns, no norm": (STATE, WIDE, {}),
     "states, 128 columns": (
@@ -67,8 +70,7 @@ KERNELS = {
 def kernel_call(name: str) -> KernelCall:
     """The launch of a kernel by its plan; of segments' effects the first of two."""
     kernel, plan, options = KERNELS[name]
-    programs = dict.fromkeys(range(9), FOUR_WARPS if kernel == CHUNKS else ONE_WARP)
-    with gpu_like("sm_90"), mock.patch.object(prefill, "CHUNK_PROGRAMS", programs):
+    with gpu_like("sm_90"):
         calls = prefill.planned_launches(spec(**options), prefill.Plan(*plan)).calls
     return next(call for call in calls if call.kernel == kernel)
 

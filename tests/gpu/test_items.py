@@ -83,6 +83,19 @@ def test_any_number_of_programs_has_the_same_bits(name, monkeypatch):
     same_by(name, monkeypatch, (1, 3))
 
 
+MANY = (*(0,) * 20, 3, *(0,) * 17, 66, 1, *(0,) * 30)
+
+
+@emulates
+@pytest.mark.slow
+def test_a_warp_finds_its_sequence_among_many(monkeypatch):
+    """In both halves: one value head per key head, more sequences than a warp has lanes."""
+    assert len(MANY) > 64
+    more = {"Hk": 1, "Hv": 1, "K": 128, "V": 128, "lengths": MANY, "tail": 2}
+    with_many = made(monkeypatch, "prefill/packed", prefill.Plan(0, 128), more)
+    assert with_many[1]
+
+
 @pytest.mark.parametrize("processors", [132, 78])
 def test_there_are_no_more_programs_than_processors(processors, monkeypatch):
     monkeypatch.setattr("tests.gpu.cross.PROCESSORS", {"sm_90": processors})

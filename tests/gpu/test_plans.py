@@ -23,9 +23,23 @@ from sluice.model_calls import ModelCalls
 from tests.gpu.cross import gpu_like
 
 
-def spec(**changes: Any) -> Any:
-    model = ModelCalls(QwenShape("", 64, 2, 4, 4, (0,)))
+def spec(HK: int = 2, HV: int = 4, **changes: Any) -> Any:
+    model = ModelCalls(QwenShape("", 64, HK, HV, 4, (0,)))
     return replace(model.call("prefill", "", 2, 300, True).spec(torch.device("cuda", 0)), **changes)
+
+
+def test_a_warp_makes_a_chunk_by_itself_where_key_heads_have_one_value_head():
+    """Elsewhere it was slower on an H200 (docs/kernels/prefill_log.md)."""
+    for HK, HV, kernel, programs in (
+        (2, 2, prefill.CHUNKS_WARP, 2), (3, 3, prefill.CHUNKS_WARP, 3), (2, 4, prefill.CHUNKS, 1),
+        (1, 2, prefill.CHUNKS, 1), (2, 6, prefill.CHUNKS, 2), (1, 8, prefill.CHUNKS, 1),
+    ):  # fmt: skip
+        p = spec(HK=HK, HV=HV)
+        with gpu_like("sm_90"):
+            call = prefill.planned_launches(p, prefill.Plan(0, 128)).calls[0]
+        assert call.kernel == kernel
+        assert call.programs == prefill.units_of(p, CHUNK, tail=True) * programs
+        assert call.options["num_warps"] == (1 if kernel == prefill.CHUNKS_WARP else 4)
 
 
 def test_a_segment_is_whole_chunks():

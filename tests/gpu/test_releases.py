@@ -58,7 +58,7 @@ PREFILLS = ("narrow", "split", "per key", "per key, pieces")
 """Of tests/gpu/prefill_kernels.py."""
 GLUON = (
     "chunks, raw gates and norm",
-    "chunks, a warp",
+    "chunks, a value head per key head, raw gates and norm",
     "states, 64 columns",
     "states, 128 columns",
     "segments' effects",

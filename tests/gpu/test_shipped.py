@@ -136,10 +136,16 @@ def test_two_builds_give_the_same_bytes(builder, kernels, tmp_path, monkeypatch)
 
 
 def test_every_kernel_that_warmup_names_is_built(builder):
-    """Of one shape, on two targets: Hopper has kernels of its own."""
-    for target, mine in (("sm_90a", {"hopper_state_kernel"}), ("sm_80", {"prefill_state_kernel"})):
-        names = {variant.kernel.name for variant in builder.needed(target, [SHAPE])}
+    """On two targets: Hopper has kernels of its own, one of them for as many key as value heads."""
+    same = QwenShape("same", 64, 2, 2, 4, (0, 1, 2))
+    for target, shape, mine in (
+        ("sm_90a", SHAPE, {"hopper_chunks_kernel", "hopper_state_kernel"}),
+        ("sm_90a", same, {"hopper_chunks_warp_kernel", "hopper_state_kernel"}),
+        ("sm_80", SHAPE, {"prefill_state_kernel"}),
+    ):
+        names = {variant.kernel.name for variant in builder.needed(target, [shape])}
         assert mine <= names
+        assert len({name for name in names if name.startswith("hopper_chunks")}) == len(mine) - 1
         assert names >= {"decode_kernel", "commit_kernel", "step_kernel", "conv_qkv_kernel"}
 
 

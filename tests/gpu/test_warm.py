@@ -31,7 +31,7 @@ from tests.gpu.sizes import Sliced, every_size, kept_states, run_layer
 pytestmark = pytest.mark.skipif(portable.interpreted(), reason="kernels have no signature there")
 
 warmup = importlib.import_module("sluice.warmup")  # the module, not the function
-HEADS = [(16, 32), (8, 16), (4, 8), (2, 4), (1, 3), (16, 48), (16, 64)]
+HEADS = [(16, 32), (8, 16), (4, 8), (2, 4), (1, 3), (16, 16), (16, 48), (16, 64)]
 
 
 @pytest.fixture(autouse=True)

@@ -36,25 +36,6 @@ EFFECT_US, JOIN_US, LAUNCH_US = 1.3, 3.4, 8.0
 BLOCK_V, one chunk of a segment's effect, one join, one more launch."""
 
 
-class Programs(NamedTuple):
-    """What a program of the parallel half is.
-
-    ``heads``: a program is one warp, and takes so many value heads of a key head one after another,
-    a divisor of their number; 0: it has four warps, and each has a value head. ``registers``: at
-    most, per thread; they decide how many programs an SM holds.
-    """
-
-    heads: int
-    registers: int
-    tma: bool = True  # whether keys come by TMA; else a warp loads them into registers
-
-
-FOUR_WARPS = Programs(0, 128)  # four programs per SM
-ONE_WARP = Programs(1, 168)  # twelve programs per SM
-CHUNK_PROGRAMS = {1: ONE_WARP, 2: ONE_WARP, 3: ONE_WARP, 4: ONE_WARP}
-"""By value heads per key head; ``FOUR_WARPS`` where they are not named."""
-
-
 class Plan(NamedTuple):
     """How a call is cut: tokens per segment (0: none is split), value columns per program.
 
@@ -180,19 +161,16 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     units = units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
     saves = checkpoints(p, memory)
-    form = CHUNK_PROGRAMS.get(p.HV // p.HK, FOUR_WARPS)
-    if form.heads:
-        kernel, warps, programs = CHUNKS_WARP, 1, p.HV // form.heads
-        more = {"ag_desc": _ag_tiles(p, parts), "HEADS": form.heads}
-        more |= {"k_ptr": None if form.tma else memory["k"], "stride_k_t": p.k.strides[1]}
+    more: dict[str, Any]
+    if p.HV == p.HK:  # one warp per head; more value heads share K Kᵀ (docs/kernels/prefill_log.md)
+        kernel, programs = CHUNKS_WARP, p.HV
+        more = {"ag_desc": _ag_tiles(p, parts), "warps": 1, "maxnreg": 168}  # 12 programs per SM
     else:
-        kernel, warps, programs = CHUNKS, 4, p.HK // key_heads(p.HK, p.HV)
-        more = {}
+        kernel, programs = CHUNKS, p.HK // key_heads(p.HK, p.HV)
+        more = {"maxnreg": 128}  # 4 programs per SM
     return _call(
         kernel,
         (units + tails(p)) * programs,
-        warps=warps,
-        maxnreg=form.registers,
         k_desc=_tiles(p, "k", p.K),
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),

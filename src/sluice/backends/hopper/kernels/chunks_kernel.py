@@ -1,7 +1,7 @@
 """The parallel half of chunked prefill on Hopper, in Gluon: one program makes Ag of a chunk.
 
 A program owns a chunk of C = 64 tokens of one or two key heads. It makes K Kᵀ once, and then, for
-four value heads at a time, one per warp,
+four value heads at a time, one per warp (chunks_warp_kernel.py where key heads have one each),
 
     A  = (I + L)⁻¹                                 L = strictLower(diag(beta) K Kᵀ)
     Ag = G ∘ A                                     G_ij = exp(γ_i - γ_j), 0 above the diagonal

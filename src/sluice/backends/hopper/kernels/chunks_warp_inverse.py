@@ -96,49 +96,6 @@ def products_of_keys(k_smem, K: gl.constexpr):
     return kks
 
 
-@gluon.constexpr_function
-def half_of_keys():
-    """Sixteen keys, 64 of their columns, [16, 64]: a thread loads eight neighbours at once."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[],
-        block_bases=[],
-        shape=[16, 64],
-    )
-
-
-@gluon.jit
-def products_of_keys_in_memory(k_ptr, stride_k_t, count, K: gl.constexpr):
-    """K Kᵀ as from ``products_of_keys``, of ``count`` keys in memory and zeros after them.
-
-    They go to registers and not through shared memory. A product's columns come in the order in
-    which threads have them, 8 t + 4 s + 2 n + e at 16 s + 8 n + 2 t + e, in both factors.
-    """
-    layout: gl.constexpr = half_of_keys()
-    row = along(0, 16, layout, 2)
-    column = along(1, 64, layout, 2)
-    kks = ()
-    for _ in gl.static_range(10):
-        kks = kks + (gl.zeros([16, 16], gl.float32, block()),)
-    for half in gl.static_range(K // 64):
-        k = ()
-        k_t = ()
-        for i in gl.static_range(4):
-            at = (row + 16 * i) * stride_k_t + (column + 64 * half)
-            x = gl.load(k_ptr + at, mask=row + 16 * i < count, other=0.0)
-            x = gl.permute(gl.reshape(x, [16, 2, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
-            x = gl.reshape(x, [16, 64])
-            k = k + (gl.convert_layout(x, left_block()),)
-            k_t = k_t + (gl.convert_layout(gl.permute(x, (1, 0)), right_block()),)
-        sums = ()
-        for j in gl.static_range(4):
-            for i in gl.static_range(j, 4):
-                sums = sums + (mma_v2(k[j], k_t[i], kks[j * 4 - j * (j - 1) // 2 + i - j]),)
-        kks = sums
-    return kks
-
-
 @gluon.jit
 def invert_diagonal(kk_smem, beta_smem):
     """A_d [4, 16, 16]: the diagonal blocks.

@@ -1,9 +1,8 @@
-"""The parallel half of chunked prefill on Hopper by single warps: Ag of a chunk and a value head.
+"""The parallel half of chunked prefill on Hopper where each key head has one value head.
 
 What it computes is what chunks_kernel.py computes. A program is one warp. It owns a chunk of
-C = 64 tokens of one key head, makes K Kᵀ in registers, and takes HEADS of the key head's value
-heads one after another (1, unless the plan says otherwise). No warp waits for another, and none is
-idle, whatever the number of value heads per key head.
+C = 64 tokens of one head and makes K Kᵀ in registers. No warp waits for another, and none is idle,
+as half of the warps of chunks_kernel.py would be.
 
 The tile of K has 16 kB. Once K Kᵀ is made, the same memory holds the diagonal blocks of K Kᵀ, the
 two terms of A_d, and Ag, which leaves by TMA. So twelve programs fit on an SM.
@@ -26,12 +25,11 @@ from sluice.backends.hopper.kernels.chunks_warp_inverse import (
     invert_diagonal,
     kk_layout,
     products_of_keys,
-    products_of_keys_in_memory,
 )
 from sluice.backends.hopper.kernels.constants import LOG2_E, NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, async_store, barrier, reinterpret
 from sluice.backends.hopper.kernels.layouts import along
-from sluice.backends.hopper.kernels.work_units import tail_span, unit_span_of_warp
+from sluice.backends.hopper.kernels.work_units import counted_span, tail_span
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 
@@ -58,7 +56,6 @@ def diagonal_layout():
 )
 def hopper_chunks_warp_kernel(
     k_desc,  # [B * T, HK * K], block [C, K]
-    k_ptr,  # the same, where it is loaded without TMA; else None
     ag_desc,  # [B * T, HV * C], block [C, C]
     g_ptr,  # as in chunks_kernel.py, all of the following
     A_log_ptr,
@@ -79,7 +76,6 @@ def hopper_chunks_warp_kernel(
     M,
     every,
     units,
-    stride_k_t,
     stride_g_b,
     stride_g_t,
     stride_g_h,
@@ -89,49 +85,43 @@ def hopper_chunks_warp_kernel(
     stride_o_t,
     stride_gates_h,
     HK: gl.constexpr,
-    HV: gl.constexpr,
+    HV: gl.constexpr,  # equal to HK
     K: gl.constexpr,
     V: gl.constexpr,
     RAW_BETA: gl.constexpr,
     TAILS: gl.constexpr,
-    HEADS: gl.constexpr,  # value heads of a program
 ):
-    PARTS: gl.constexpr = HV // HK // HEADS  # programs of a key head
     DECAY: gl.constexpr = g_ptr is not None
     dtype: gl.constexpr = k_desc.dtype
     by_token: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
 
     k_smem = gl.allocate_shared_memory(dtype, [C, K], k_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    if k_ptr is None:
-        mbarrier.init(bar, count=1)
-        fence_async_shared()
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
     gdc_launch_dependents()
     pid = gl.program_id(0)
     if pid == 0:
         gl.store(taken_ptr, 0)
-    group = pid % (HK * PARTS)
-    unit = pid // (HK * PARTS)
+    head = pid % HV
+    unit = pid // HV
     if TAILS:
         tail = gl.maximum(unit - units, 0)
         unit = gl.minimum(unit, units - 1)
-    seq, start, chunk, end = unit_span_of_warp(unit, cu_seqlens_ptr, N, T, C)
+    seq, start, chunk, end = counted_span(unit, cu_seqlens_ptr, N, T, C)
     row = start + chunk * C
     made = row  # where the results for the chunk go
     if TAILS:
-        if pid // (HK * PARTS) >= units:
+        if pid // HV >= units:
             seq, row, end = tail_span(tail, cu_seqlens_ptr, checkpoint_positions_ptr, every, T, M)
             made = stride_gates_h - N * M * C + tail * C
     count = gl.minimum(end - row, C)
-    head_k = group // PARTS
-    head = group * HEADS
     if (count > 0) & (seq >= N):  # tokens after the last sequence
-        zero_output(o_ptr + row.to(gl.int64) * stride_o_t + head * V, count, stride_o_t, HEADS * V)
+        zero_output(o_ptr + row.to(gl.int64) * stride_o_t + head * V, count, stride_o_t, V)
     if (count > 0) & (seq < N):
-        if k_ptr is None:
-            mbarrier.expect(bar, 2 * C * K)
-            async_load(k_desc, [row, head_k * K], bar, k_smem)
+        mbarrier.expect(bar, 2 * C * K)
+        async_load(k_desc, [row, head * K], bar, k_smem)
 
         batch = seq * 0
         t = row
@@ -168,52 +158,38 @@ def hopper_chunks_warp_kernel(
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         kk_rows = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], plain).index(2)
 
-        if k_ptr is None:
-            mbarrier.wait(bar, 0)
-            if count < C:  # other sequences' tokens may be NaN
-                clear_rows(k_smem, count, K)
-            kks = products_of_keys(k_smem, K)
-            barrier()
-        else:
-            at = row.to(gl.int64) * stride_k_t + head_k * K
-            kks = products_of_keys_in_memory(k_ptr + at, stride_k_t, count, K)
+        at = head.to(gl.int64) * stride_gates_h + made
+        mbarrier.wait(bar, 0)
+        if count < C:  # other sequences' tokens may be NaN
+            clear_rows(k_smem, count, K)
+        kks = products_of_keys(k_smem, K)
+        barrier()
         if r_k_ptr is not None:
-            r_k_at = r_k_ptr + head_k.to(gl.int64) * stride_gates_h + made
-            kks = normalized(kks, g2_smem, r_k_at, token, count)
+            kks = normalized(kks, g2_smem, r_k_ptr + at, token, count)
         kk_blocks.store(four_blocks(kks[0], kks[4], kks[7], kks[9]))
         hard = (count < C) | keys_repeat(kks, r_k_ptr is not None)
-        if group % PARTS == 0:
-            gl.store(hard_ptr + head_k.to(gl.int64) * stride_gates_h + made, hard.to(gl.int8))
+        gl.store(hard_ptr + at, hard.to(gl.int8))
 
-        for n in range(HEADS):
-            g2, beta = finish_gates(gates, raw_g, raw_beta, token, head, count)
-            at = head.to(gl.int64) * stride_gates_h + made
-            gl.store(beta32_ptr + at + token, beta, mask=token < count)
-            beta_smem.store(beta)
-            if DECAY:
-                gl.store(g2_ptr + at + token, g2, mask=token < count)
-                g2_smem.store(g2)
-            if HEADS > 1:
-                if n + 1 < HEADS:
-                    raw_g, raw_beta = read_gates(gates, token, head + 1, count)
+        g2, beta = finish_gates(gates, raw_g, raw_beta, token, head, count)
+        gl.store(beta32_ptr + at + token, beta, mask=token < count)
+        beta_smem.store(beta)
+        if DECAY:
+            gl.store(g2_ptr + at + token, g2, mask=token < count)
+            g2_smem.store(g2)
+        barrier()
+        a_d = invert_diagonal(kk_rows, beta_blocks)
+        a = invert(kks, a_d, k_smem, beta_smem)
+        if hard:
+            keep_ag(ag_smem, a, a_d, g2_smem, g2_blocks, DECAY, True)
+        else:
+            keep_ag(ag_smem, a, a_d, g2_smem, g2_blocks, DECAY, False)
+        if count == C:
+            fence_async_shared()
+            async_store(ag_desc, [made, head * C], ag_smem)
+            tma.store_wait(0)
+        else:
             barrier()
-            a_d = invert_diagonal(kk_rows, beta_blocks)
-            a = invert(kks, a_d, k_smem, beta_smem)
-            if HEADS > 1:
-                tma.store_wait(0)
-            if hard:
-                keep_ag(ag_smem, a, a_d, g2_smem, g2_blocks, DECAY, True)
-            else:
-                keep_ag(ag_smem, a, a_d, g2_smem, g2_blocks, DECAY, False)
-            if count == C:
-                fence_async_shared()
-                async_store(ag_desc, [made, head * C], ag_smem)
-            else:
-                barrier()
-                store_rows(ag_ptr + (made.to(gl.int64) * HV + head) * C, ag_smem, count, HV)
-                barrier()
-            head += 1
-        tma.store_wait(0)
+            store_rows(ag_ptr + (made.to(gl.int64) * HV + head) * C, ag_smem, count, HV)
 
 
 @gluon.jit
@@ -407,14 +383,13 @@ def store_rows(ag_ptr, ag_smem, count, HV: gl.constexpr):
 
 
 @gluon.jit
-def zero_output(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
+def zero_output(o_ptr, count, stride_o_t, V: gl.constexpr):
     """Store zeros for ``count`` tokens that no sequence owns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
-    columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
-    zeros = gl.zeros([16, 128], o_ptr.dtype.element_ty, layout)
+    columns = gl.arange(0, V, gl.SliceLayout(0, layout))
+    zeros = gl.zeros([16, V], o_ptr.dtype.element_ty, layout)
     for first in range(0, count, 16):
         rows = gl.arange(0, 16, gl.SliceLayout(1, layout)) + first
         at = gl.expand_dims(rows.to(gl.int64) * stride_o_t, 1) + gl.expand_dims(columns, 0)
-        mask = gl.expand_dims(rows < count, 1) & gl.expand_dims(columns < 128, 0)
-        for column in range(0, WIDTH, 128):
-            gl.store(o_ptr + column + at, zeros, mask=mask)
+        mask = gl.expand_dims(rows < count, 1) & gl.expand_dims(columns < V, 0)
+        gl.store(o_ptr + at, zeros, mask=mask)

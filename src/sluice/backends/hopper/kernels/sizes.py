@@ -6,5 +6,5 @@ COPY_WIDTH = 64  # columns per TMA copy: 128 bytes of 16-bit numbers, one swizzl
 
 
 def key_heads(HK: int, HV: int) -> int:
-    """Key heads per program: two if each has only one or two value heads, for four warps."""
-    return 2 if HV <= 2 * HK and HK % 2 == 0 else 1
+    """Key heads per program of four warps: two if each has only two value heads."""
+    return 2 if HV == 2 * HK and HK % 2 == 0 else 1

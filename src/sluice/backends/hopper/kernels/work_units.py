@@ -56,52 +56,29 @@ def unit_span(unit, cu_seqlens_ptr, N, T, size):
 
 @gluon.jit
 def counted_span(unit, cu_seqlens_ptr, N, T, size):
-    """The same by one warp, which looks at 32 sequences at a time: few loads wait for others."""
+    """The same by one warp, which looks at 32 sequences at a time: few loads wait for others.
+
+    Of up to 31 sequences it finds everything with one load.
+    """
     if cu_seqlens_ptr is None:
         return unit_span(unit, None, N, T, size)
     else:
-        ways: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        i = gl.arange(0, 32, ways) + 1
+        i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         low = unit * 0
         high = low + N
-        while low < high:
-            step = (high - low + 31) // 32
+        start = low
+        end = low
+        step = low + 2
+        while step > 1:
+            step = (gl.minimum(high + 1, N) - low) // 32 + 1  # 1: the end is looked at, too
             at = low + i * step
-            inside = at <= high
-            at = gl.minimum(at, high)
-            first = gl.load(cu_seqlens_ptr + at).to(gl.int32) // size + at
-            low += gl.sum((inside & (first <= unit)).to(gl.int32), axis=0) * step
+            token = gl.load(cu_seqlens_ptr + gl.minimum(at, N)).to(gl.int32)
+            begun = (i == 0) | ((token // size + at <= unit) & (at <= N))
+            low += (gl.sum(begun.to(gl.int32), axis=0) - 1) * step
             high = gl.minimum(high, low + step - 1)
-        start = gl.load(cu_seqlens_ptr + low).to(gl.int32)
-        end = gl.load(cu_seqlens_ptr + gl.minimum(low + 1, N)).to(gl.int32)
-        end = gl.where(low < N, end, T)
+            start = gl.max(gl.where(begun, token, 0), axis=0)
+            end = gl.min(gl.where(begun | (at > N), T, token), axis=0)
         return low, start, unit - (start // size + low), end
-
-
-@gluon.jit
-def unit_span_of_warp(unit, cu_seqlens_ptr, N, T, size):
-    """``unit_span`` for a program of one warp: of up to 31 sequences its lanes look at all at once.
-
-    Whatever their number, one load waits for memory, not one per step of a search.
-    """
-    if cu_seqlens_ptr is None:
-        seq, start, number, end = unit_span(unit, cu_seqlens_ptr, N, T, size)
-    else:
-        seq = unit * 0
-        start = seq
-        end = seq
-        number = seq
-        if N < 32:
-            i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-            first = gl.load(cu_seqlens_ptr + gl.minimum(i, N)).to(gl.int32)
-            begun = ((first // size + i <= unit) & (i <= N)) | (i == 0)
-            seq = gl.sum(begun.to(gl.int32), axis=0) - 1
-            start = gl.max(gl.where(begun, first, 0), axis=0)
-            end = gl.min(gl.where(begun | (i > N), T, first), axis=0)
-            number = unit - (start // size + seq)
-        else:
-            seq, start, number, end = unit_span(unit, cu_seqlens_ptr, N, T, size)
-    return seq, start, number, end
 
 
 @gluon.jit
