@@ -102,7 +102,8 @@ def wrong(run: Run, x: dict[str, Tensor], wanted: tuple[Tensor, Tensor]) -> str 
 def exact(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     pool = x["state"].clone()
     call = {n: y if n == "cu_seqlens" else y.float() for n, y in x.items() if n != "state"}
-    o, _ = sluice.prefill(**call, state=pool, backend="chunked")
+    told = x["cu_seqlens"].cpu()
+    o, _ = sluice.prefill(**call, state=pool, cu_seqlens_cpu=told, backend="chunked")
     return o, pool
 
 
