@@ -55,7 +55,7 @@ def test_prefill_is_right_in_16_bits():
 
 @pytest.mark.parametrize("name", ["packed_tail", "packed_raw", "identical_keys"])
 def test_hoppers_prefill_is_right_with_a_value_head_per_key_head(name):
-    """Its parallel half has a kernel for that alone; no case of the contract has K = 128 with it."""
+    """Its parallel half has a kernel for that alone; no case of the contract meets it here."""
     heads = {"Hk": 2, "Hv": 2, "K": 128, "V": 128}
     launched = check(f"prefill/{name}", torch.bfloat16, "sm_90", "hopper", **heads)
     assert launched[0].kernel == "hopper_chunks_warp_kernel"
