@@ -53,6 +53,14 @@ def test_prefill_is_right_in_16_bits():
     assert len(check("prefill/T65", HALF)) >= 3
 
 
+@pytest.mark.parametrize("name", ["packed_tail", "packed_raw", "identical_keys"])
+def test_hoppers_prefill_is_right_with_a_value_head_per_key_head(name):
+    """Its parallel half has a kernel for that alone; no case of the contract meets it here."""
+    heads = {"Hk": 2, "Hv": 2, "K": 128, "V": 128}
+    launched = check(f"prefill/{name}", torch.bfloat16, "sm_90", "hopper", **heads)
+    assert launched[0].kernel == "hopper_chunks_warp_kernel"
+
+
 def backward(call, dtype, backend="hopper", change=str):
     """The gradients of a call of prefill by kernels for Hopper; the launches."""
     with emulated("sm_90", change) as driver:

@@ -162,7 +162,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     with_tails = has_tails(p)
     saves = checkpoints(p, memory)
     more: dict[str, Any]
-    if p.HV == p.HK:  # one warp per head; more value heads share K Kᵀ (docs/kernels/prefill_log.md)
+    if p.HV == p.HK:  # one warp per head: elsewhere it was slower (docs/kernels/prefill_log.md)
         kernel, programs = CHUNKS_WARP, p.HV
         more = {"ag_desc": _ag_tiles(p, parts), "warps": 1, "maxnreg": 168}  # 12 programs per SM
     else:
