@@ -170,7 +170,8 @@ LONG_PY = $(if $(filter cpu,$(DEVICE)),$(PY),$(PYTHON))
 $(if $(filter cpu,$(DEVICE)),runs load: $(VENV)/.dev-stamp)
 
 runs:  ## random long runs compared with an oracle: STEPS=1000000 steps from SEED=1000 on; DEVICE=cuda
-	$(ONE_THREAD) PYTHONPATH=src $(LONG_PY) -m tests.runs --steps $(STEPS) --seed $(SEED) --device $(DEVICE)
+	$(ONE_THREAD) PYTHONPATH=src $(LONG_PY) -m tests.runs --steps $(STEPS) --seed $(SEED) --device $(DEVICE) \
+	  --workers $(if $(filter cpu,$(DEVICE)),1,$(GPU_WORKERS))
 
 wrong-calls: $(VENV)/.dev-stamp  ## CALLS=50000 wrong calls of every function and command, from SEED on
 	$(ONE_THREAD) PYTHONPATH=src $(PY) -m tests.wrong_calls --calls $(CALLS) --seed $(SEED)

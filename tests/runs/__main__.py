@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import subprocess
 import sys
 import time
 
@@ -16,11 +17,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first episode (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--only", metavar="N,N", help="replay these actions of one episode")
+    parser.add_argument("--workers", type=int, default=1, help="processes (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no episode after so long")
     given = parser.parse_args()
     try:
         if given.only is not None:
             return _only(given.seed, {int(n) for n in given.only.split(",")}, given.device)
+        if given.workers > 1:
+            return _shared(given)
         return _run(given.seed, given.steps, given.device, given.seconds)
     except episode.EpisodeError as failed:
         print(episode.report(failed, given.device))
@@ -45,6 +49,20 @@ def _run(first: int, steps: int, device: str, seconds: float) -> int:
     print(f"{steps - left:,} steps in {took:.0f} s on {device}, seeds {first} to {seed - 1}: pass")
     print(", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()))
     return 0
+
+
+def _shared(given: argparse.Namespace) -> int:
+    """The same by several processes, each with seeds of its own that follow one another."""
+    episodes = -(-given.steps // episode.STEPS)
+    workers = min(given.workers, episodes)
+    running = []
+    for i in range(workers):
+        first, after = (episodes * n // workers for n in (i, i + 1))
+        steps = min(after * episode.STEPS, given.steps) - first * episode.STEPS
+        line = [sys.executable, "-m", "tests.runs", "--seed", str(given.seed + first)]
+        line += ["--steps", str(steps), "--device", given.device, "--seconds", str(given.seconds)]
+        running.append(subprocess.Popen(line))
+    return max(process.wait() for process in running)
 
 
 def _only(seed: int, numbers: set[int], device: str) -> int:

@@ -67,9 +67,14 @@ class Plan:
         )
 
 
+GPU_PLANS = 16
+"""On a GPU, sizes and options are drawn so many times, as each draw compiles some fifty kernels.
+Weights, values and actions are the episode's own."""
+
+
 def plan(seed: int, device: str = "cpu") -> Plan:
     """The plan of an episode."""
-    dice = random.Random(seed)
+    dice = random.Random(seed if device == "cpu" else seed % GPU_PLANS)
     Hk = dice.choice((1, 1, 2))
     K, V = dice.choice(((16, 16), (32, 32), (32, 16), (16, 24), (40, 33)))
     if device != "cpu" and dice.random() < 0.3:
