@@ -12,6 +12,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -406,6 +407,21 @@ def test_a_look_into_the_environment_is_found(code):
 def test_a_file_fits_in_one_sitting(path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= LONGEST, f"{path.name} has {lines} lines: split it by role"
+
+
+def test_a_name_is_given_once():
+    """The linter looks at functions and classes; a second list of calls would hide the first."""
+    twice = []
+    for path in {*SOURCES, *TEST_FILES, *BENCH_FILES}:
+        names = Counter(
+            name.id
+            for line in _tree(path).body
+            if isinstance(line, ast.Assign | ast.AnnAssign)
+            for name in (line.targets if isinstance(line, ast.Assign) else [line.target])
+            if isinstance(name, ast.Name)
+        )
+        twice += [f"{path.name}: {name}" for name, count in names.items() if count > 1]
+    assert not twice
 
 
 HOMES = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|data)" + "/")
