@@ -1,13 +1,15 @@
 """Draft tokens in SGLang's own backend class, pools, metadata and commit, on a CPU.
 
 SGLang's kernels for draft tokens need a GPU, so the judge is the float64 oracle over each sequence
-alone.
+alone; and once SGLang's kernels in Triton's interpreter.
 """
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +146,14 @@ KINDS = [
     pytest.param(torch.bfloat16, torch.float32, id="bfloat16"),
     pytest.param(torch.bfloat16, torch.bfloat16, id="bfloat16-states"),
 ]
+
+
+def test_sglangs_own_kernels_leave_the_same_windows_and_states(monkeypatch):
+    """In a process of its own, whose Triton interprets kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    command = [sys.executable, "-m", "tests.engines.sglang_own_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("dtype", "state_dtype"), KINDS)
@@ -321,6 +331,11 @@ def other_order(server: Server) -> None:
     pool.mamba_cache = dataclasses.replace(pool.mamba_cache, temporal=state)
 
 
+def two_windows(server: Server) -> None:
+    pool = server.runner.req_to_token_pool.mamba_pool
+    pool.mamba_cache = dataclasses.replace(pool.mamba_cache, conv=2 * pool.mamba_cache.conv)
+
+
 def asked(server: Server, monkeypatch, tokens: int = T) -> list[str]:
     """What the log says of two layers and a commit, all of which go to SGLang's own functions."""
     own, lines = [], []
@@ -346,6 +361,7 @@ def asked(server: Server, monkeypatch, tokens: int = T) -> list[str]:
         (trees, "trees of drafts"),
         (unified, "unified memory"),
         (other_order, "recurrent states that are not contiguous"),
+        (two_windows, "pools of another layout"),
     ],
 )
 def test_another_form_goes_to_sglang_with_one_line(start, monkeypatch, change, reason):
