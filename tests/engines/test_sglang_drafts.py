@@ -321,6 +321,10 @@ def trees(server: Server) -> None:
     server.backend.topk = 2
 
 
+def no_topk(server: Server) -> None:
+    del server.backend.topk
+
+
 def unified(server: Server) -> None:
     server.backend.enable_unified_memory = True
 
@@ -359,6 +363,7 @@ def asked(server: Server, monkeypatch, tokens: int = T) -> list[str]:
         (no_states, "ReplaySSM"),
         (rings, "ReplaySSM"),
         (trees, "trees of drafts"),
+        (no_topk, "trees of drafts"),  # as far as anybody can tell
         (unified, "unified memory"),
         (other_order, "recurrent states that are not contiguous"),
         (two_windows, "pools of another layout"),

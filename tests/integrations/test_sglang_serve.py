@@ -137,7 +137,7 @@ class Model:
 
 
 def test_accepted_drafts_leave_the_bits_of_decode():
-    """Rows in another order than verified; one of padding, and one whose drafts do not count."""
+    """Reliability row 34. Rows in another order; one of padding, one whose drafts do not count."""
     mine, plain, slots = Model(), Model(), [3, 0, 7, 5]
     out = mine.verify(slots)
     mine.same(plain)

@@ -1,6 +1,7 @@
 """What sluice uses of SGLang that SGLang does not promise, in one place.
 
-Tried with SGLang 0.5.23 (its wheel, on a CPU). Read in the source of August 2026 (cce0a124).
+Tried with SGLang 0.5.20, 0.5.22 and 0.5.23 (their wheels, on a CPU). Read in the source of August
+2026 (cce0a124).
 ``missing`` looks for what registration needs; if a name is gone, one line in the log says which,
 and SGLang's command line does not know ``sluice``.
 
@@ -16,16 +17,16 @@ and SGLang's command line does not know ``sluice``.
 - ``req_to_token_pool.mamba2_layer_cache(layer)``: ``conv[0]``, ``temporal``, and ``replayssm_d``,
   which is set if ReplaySSM is on. Then SGLang's own kernels run.
 
-For draft tokens also these; where one is missing, SGLang's own kernels serve draft tokens:
+For draft tokens also these:
 
-- ``linear_attn_verify_backend``, ``backend.topk``, ``backend.enable_unified_memory``,
-  ``read_ragged_verify_mode``: forms of drafts that sluice does not serve.
+- ``linear_attn_verify_backend``; ``backend.topk`` (without it, SGLang's own kernels serve them),
+  ``backend.enable_unified_memory``, ``read_ragged_verify_mode``: forms that sluice does not serve.
 - ``forward_batch.spec_info``: ``draft_token_num`` and ``ragged_verify_layout``.
 - ``mamba_pool.mamba_cache``: the pools of all layers, with ``intermediate_ssm`` [layers, rows, T,
   HV, V, K], whose memory holds the drafts; ``mamba_map``: a layer's place in them.
 - ``scatter_mamba_states_after_mtp_verify``, which copies states of draft tokens into the pools:
   ``update_mamba_state_after_mtp_verify`` calls it by this name of its module, and sluice's commit
-  is put there. Its arguments must be those that are known.
+  is put there. If it has other arguments or is not called, SGLang's own kernels serve them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _SCATTERED = (
     "mamba_steps_to_track",
     "src_indices_raw",
 )
+_USED = 5  # older releases do not have the last one: where SGLang's own kernels keep a row
 _KEPT = "sluice_drafts"
 _log = logging.getLogger("sglang.srt.plugins.sluice")
 _said: set[str] = set()
@@ -174,11 +176,16 @@ def layer_index(pool: Any, layer_id: int) -> int:
 
 
 def refuses_drafts(backend: Any, caches: Any, most: int) -> str | None:
-    """Why drafts of this configuration stay with SGLang, in words; None if they need not."""
-    space = getattr(caches, "intermediate_ssm", None)
+    """Why drafts of this configuration stay with SGLang, in words; None if they need not.
+
+    "": there are none.
+    """
+    if not hasattr(caches, "intermediate_ssm"):
+        return ""
+    space = caches.intermediate_ssm
     if space is None:
         return "ReplaySSM"
-    if getattr(backend, "topk", 0) > 1:
+    if getattr(backend, "topk", 2) > 1:
         return "trees of drafts"
     if space.shape[2] > most:
         return f"more than {most} tokens of a request"
@@ -210,7 +217,8 @@ def commit_with(commit: Callable[..., None]) -> str | None:
         caller = inspect.unwrap(home.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify)
     except (ImportError, AttributeError) as gone:
         return f"a commit that this SGLang does not have ({gone})"
-    if tuple(inspect.signature(own).parameters) != _SCATTERED:
+    arguments = tuple(inspect.signature(own).parameters)
+    if arguments not in (_SCATTERED, _SCATTERED[:_USED]):
         return f"other arguments of {_SCATTER}"
     if _SCATTER not in caller.__code__.co_names:
         return f"a commit without {_SCATTER}"
@@ -224,7 +232,7 @@ def commit_with(commit: Callable[..., None]) -> str | None:
         if drafts is None:
             own(*args, **options)
         else:
-            commit(drafts, *(given[name] for name in _SCATTERED[1:5]))
+            commit(drafts, *(given[name] for name in _SCATTERED[1:_USED]))
 
     setattr(scatter, _KEPT, True)
     setattr(home, _SCATTER, scatter)
