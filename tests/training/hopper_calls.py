@@ -25,6 +25,7 @@ VANISHING = [
     SAME.of(name="70 identical", T=70),
     SAME.of(name="70 identical, decay 1", T=70, rate=1.0),
     SAME.of(name="129 identical", T=129),
+    SAME.of(name="129 identical, four heads", T=129, HV=4),
     SAME.of(name="65 identical, decay 1", T=65, HV=4, rate=1.0),
     FEW_HEADS.of(name="10 tokens, decay 20", T=10, rate=20.0),
     FEW_HEADS.of(name="64 tokens, decay 20", T=64, rate=20.0),
@@ -34,8 +35,8 @@ VANISHING = [
     FEW_HEADS.of(name="200 tokens, three heads", HV=3, rate=0.0, beta="small"),
 ]
 """What bfloat16 states and errors are not enough for: in these draws nearly all of dg or of dbeta
-cancels. Two need each rule that makes a chunk hard: its keys; one token (the third and the
-fourth); the only chunk of its sequence (the fifth to the seventh); few heads (the last three).
+cancels. Each rule that makes a chunk hard has draws that no other mends: keys that repeat (129
+tokens, four heads), one token (65), the only chunk (2 tokens), few heads (the last three).
 Of bfloat16 alone: float16 has no second terms (docs/kernels/backward.md)."""
 HARD = [
     SAME,
