@@ -10,7 +10,7 @@ from sluice import calls
 from sluice.backends.hopper import prefill_backward
 from sluice.testing.compare import assert_same_bits
 from tests.suite import backends
-from tests.training.hopper_calls import FEW, HARD, KINDS, SPLIT, USUAL
+from tests.training.hopper_calls import FEW_PROGRAMS, HARD, KINDS, SPLIT, USUAL, VANISHING
 from tests.training.kernel_calls import backward_of, check, drawn
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_gradients(call, dtype):
     check(call, dtype, "hopper")
 
 
-@pytest.mark.parametrize("call", FEW, ids=str)
+@pytest.mark.parametrize("call", VANISHING, ids=str)
 def test_gradients_that_nearly_cancel(call):
     check(call, torch.bfloat16, "hopper")
 
@@ -41,7 +41,7 @@ def test_gradients_of_split_sequences(call, dtype, monkeypatch):
     calls.forget()
 
 
-@pytest.mark.parametrize("call", FEW, ids=str)
+@pytest.mark.parametrize("call", FEW_PROGRAMS, ids=str)
 def test_gradients_by_few_programs(call, monkeypatch):
     """A program of the last kernel goes from chunk to chunk."""
     whole = prefill_backward.plan_of

@@ -11,7 +11,7 @@ KINDS = [
     SMALL.of(name="gated", delta=False),
     SMALL.of(name="delta", decay=None),
     SMALL.of(name="raw", raw=True, neg_eigval=True, B=2),
-    SMALL.of(name="packed", lengths=(5, 0, 64, 1, 70), raw=True),
+    SMALL.of(name="packed", HV=4, lengths=(5, 0, 64, 1, 70), raw=True),
     SMALL.of(name="many queries", HQ=4),
     SMALL.of(name="one query", HK=2),
     SMALL.of(name="no state, no norm", state=False, normalize=False, scale=0.3),

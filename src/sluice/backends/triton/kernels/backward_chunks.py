@@ -13,8 +13,9 @@ two per chunk.
 Where keys nearly repeat, gradients are small differences of large terms. With bfloat16 inputs a
 chunk of such keys is *hard* and marked so: what is rounded to bfloat16 there (P, E, Y, N, S, dS) is
 kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read. A chunk of one
-token is hard too, and so is the only chunk of a sequence: gradients of so few gates are few sums,
-which may nearly vanish. So a chunk's own keys and the length of its sequence decide.
+token is hard too, and so are the only chunk of a sequence and every chunk of a call with fewer than
+MANY_HEADS value heads: there a gradient of gates is few sums, which may nearly vanish, in a long
+sequence too. So a chunk's own keys, the length of its sequence and the number of heads decide.
 
 Gates are activated here, once: cumulative log2 decays, beta, and the factors by which the walks
 multiply each token. Keys and queries are read as given; their inverse lengths are factors too.
@@ -46,6 +47,11 @@ from sluice.backends.triton.kernels.prefill_chunks import (
     product,
 )
 from sluice.backends.triton.kernels.work_units import unit_span
+
+MANY_HEADS: tl.constexpr = tl.constexpr(4)
+"""What one head adds to dg and dbeta may be few sums whatever its length: with strong decay what
+the first tokens read of a state, and what the last ones write; without decay one overlap ⟨S, dS⟩.
+With this many heads they seldom vanish all at once."""
 
 
 @triton.jit
@@ -269,7 +275,7 @@ def backward_local_kernel(
         else:
             k_k = key_products(k_ptr, t, end, stride_k_t, K, BLOCK_K)
         hard = repeats(k_k, t, end, r_k_ptr is not None)
-        hard = hard | (end - start <= C)
+        hard = hard | (end - start <= C) | (HV < MANY_HEADS)
         slot = (batch * T + t) // C + seq
         tl.store(hard_ptr + head_v.to(tl.int64) * (tokens // C + N) + slot, hard.to(tl.int32))
     for reader in tl.static_range(READERS):
