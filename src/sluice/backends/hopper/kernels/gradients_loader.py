@@ -1,6 +1,6 @@
 """The loader role of hopper_gradients_kernel: one warp finds chunks and brings their tiles.
 
-The rows of a head are asked for before the states of the head before it: pairs begin with them.
+The rows of a head are asked for early, in time for the group of pairs, which is a head ahead.
 """
 # ruff: noqa: SIM102 (constexpr branches stay apart)
 
@@ -58,9 +58,9 @@ def run_loader(args):
 
 @gluon.jit
 def find_chunk(args, pid, number):
-    """Find the next chunk with tokens from ``pid`` on, and describe it to the other warps.
+    """Find the next chunk with tokens, from ``pid`` on, and describe it to the other warps.
 
-    Returns its place among the states too.
+    Returns its number, the chunk, and its index among the stored states.
     """
     HK = args.shared.HK
     row, count, seq, t = chunk_at(args, pid)
@@ -92,7 +92,8 @@ def find_chunk(args, pid, number):
 
 @gluon.jit
 def chunk_at(args, pid):
-    """The first token of a chunk, how many it has, its sequence; its token in the batch's row."""
+    """A chunk's first token, its number of tokens, its sequence, and its first token in the batch
+    row."""
     unit = gl.minimum(pid, args.chunks - 1) // args.shared.HK
     seq, start, number, end = unit_span(unit, args.cu_seqlens_ptr, args.N, args.T, C)
     row = start + number * C

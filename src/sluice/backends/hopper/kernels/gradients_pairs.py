@@ -1,7 +1,7 @@
 """The pairs role of hopper_gradients_kernel: four warps make N, H and dbeta.
 
-gradients_kernel.py has the equations. N and H go to shared memory, from which the other groups
-multiply them. What pairs of tokens ask of decays is N ∘ Q Kᵀ + H ∘ K Kᵀ, in float32.
+gradients_kernel.py has the equations. N and H go to shared memory, where the other groups use them
+as operands. Pairs of tokens add N ∘ Q Kᵀ + H ∘ K Kᵀ to the gradients of decays, in float32.
 """
 # ruff: noqa: SIM102 (constexpr branches stay apart)
 
@@ -105,7 +105,7 @@ def run_pairs(args):
 
 @gluon.jit
 def load_factors(args, chunk, head):
-    """beta r_k and scale r_q of each token, beta, and γ: long before they are needed."""
+    """beta r_k and scale r_q of each token, beta, and γ; loaded long before they are needed."""
     shared = args.shared
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator(C))
     head_v = chunk.head_k * shared.heads + head
@@ -193,7 +193,7 @@ def scale_pairs(args, n, h, factors, chunk):
 def ask_pairs(columns_smem, q_smem, k_smem, n, h):
     """What pairs below the diagonal ask of decays: N ∘ Q Kᵀ + H ∘ K Kᵀ.
 
-    One product after the other: registers hold no more.
+    One product after the other: there are no registers for both at once.
     """
     layout: gl.constexpr = n.type.layout
     zero = gl.zeros([C, C], gl.float32, layout)
@@ -206,9 +206,9 @@ def ask_pairs(columns_smem, q_smem, k_smem, n, h):
 
 @gluon.jit
 def spanned(columns_smem, pairs, ones_smem):
-    """What spans each token t: Σ_{i >= t > j} pairs_ij, of pairs below the diagonal.
+    """The pairs that span each token t: Σ_{i >= t > j} pairs_ij, of pairs below the diagonal.
 
-    The sums over j are products with ones, of two float16 terms that hold 22 bits of each pair.
+    The sums over j are products with ones. Pairs are two float16 terms there, 22 bits in all.
     """
     layout: gl.constexpr = pairs.type.layout
     left: gl.constexpr = left_operand(C)

@@ -71,7 +71,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     """Take 64 value columns of a state through each of the program's items."""
     OUTPUT: gl.constexpr = sizes.OUTPUT
     TAILS: gl.constexpr = args.saves.TAILS
-    # Whether registers have room for the next state while this one is stored
+    # Whether there are registers for the next state before this one is stored
     AHEAD: gl.constexpr = OUTPUT and args.segments_ptr is None and not TAILS
     items = args.items
     gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
@@ -111,7 +111,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
 def run_item(args, sizes, n, S, tokens, turns, stage, phase, GROUP: gl.constexpr):
     """Take the state through the tokens of the program's n-th item.
 
-    Returns it, and how far turns, stages and phases went on.
+    Returns the state after them, and the turn, stage and phase that come next.
     """
     K: gl.constexpr = sizes.K
     GROUPS: gl.constexpr = sizes.GROUPS
