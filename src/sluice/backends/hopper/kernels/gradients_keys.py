@@ -25,7 +25,6 @@ from sluice.backends.hopper.kernels.gradients_args import (
     phase_of,
     place_of,
 )
-from sluice.backends.hopper.kernels.gradients_loader import low_e
 from sluice.backends.hopper.kernels.gradients_parts import (
     DSTATE,
     STATE,
@@ -33,6 +32,7 @@ from sluice.backends.hopper.kernels.gradients_parts import (
     Y,
     key_columns,
     load_keys,
+    low_e,
     multiply_state,
     nothing_of,
     per_token,

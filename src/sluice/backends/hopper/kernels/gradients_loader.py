@@ -21,6 +21,7 @@ from sluice.backends.hopper.kernels.gradients_args import (
     place_of,
     put_chunk,
 )
+from sluice.backends.hopper.kernels.gradients_parts import low_e, low_y
 from sluice.backends.hopper.kernels.work_units import unit_span
 
 
@@ -144,21 +145,3 @@ def copy_states(args, chunk, slot, head):
         part = [row + half * GROUP_V, 0]
         async_load(args.before_desc, part, ready, shared.tiles.states.index(2 * half))
         async_load(args.after_desc, part, ready, shared.tiles.states.index(2 * half + 1))
-
-
-@gluon.jit
-def low_e(tiles, half: gl.constexpr, nothing):
-    """Where the low terms of E lie: half of their columns."""
-    return tiles.rows.index(6 + half + nothing)
-
-
-@gluon.jit
-def low_y(tiles, half: gl.constexpr, nothing):
-    """Where the low terms of Y lie."""
-    return tiles.rows.index(8 + half + nothing)
-
-
-@gluon.jit
-def low_n(tiles, nothing):
-    """Where the low term of N lies."""
-    return tiles.rows.index(10 + nothing)

@@ -25,11 +25,13 @@ from sluice.backends.hopper.kernels.gradients_args import (
     phase_of,
     place_of,
 )
-from sluice.backends.hopper.kernels.gradients_loader import low_e, low_n, low_y
 from sluice.backends.hopper.kernels.gradients_parts import (
     DO,
     E,
     Y,
+    low_e,
+    low_n,
+    low_y,
     nothing_of,
     per_token,
     rows_of,
@@ -37,6 +39,7 @@ from sluice.backends.hopper.kernels.gradients_parts import (
     wait_for_keys,
 )
 from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
+from sluice.backends.hopper.kernels.state_groups import row_scale
 
 
 @gluon.jit
@@ -212,16 +215,13 @@ def spanned(columns_smem, pairs, ones_smem):
     """
     layout: gl.constexpr = pairs.type.layout
     left: gl.constexpr = left_operand(C)
-    bits = gl.max(gl.abs(pairs), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
-    bits = gl.where(bits == 0, (127 + 13) * (1 << 23), gl.maximum(bits, (127 - 47) * (1 << 23)))
-    up = (254 * (1 << 23) - bits + 13 * (1 << 23)).to(gl.float32, bitcast=True)
-    down = (bits - 13 * (1 << 23)).to(gl.float32, bitcast=True)
-    pairs = pairs * gl.expand_dims(up, 1)
+    up, down = row_scale(pairs)
+    pairs = pairs * up
     high = pairs.to(gl.float16)
     low = (pairs - high.to(gl.float32)).to(gl.float16)
     zero = gl.zeros([C, C], gl.float32, layout)
     sums = warpgroup_mma(gl.convert_layout(low, left), ones_smem, zero, use_acc=False)
     sums = warpgroup_mma(gl.convert_layout(high, left), ones_smem, sums)
     i, j = square(columns_smem)
-    sums = gl.where(i >= j, sums * gl.expand_dims(down, 1), 0.0)
+    sums = gl.where(i >= j, sums * down, 0.0)
     return gl.sum(sums, axis=0)

@@ -33,6 +33,24 @@ def state_of(tiles, nothing, state: gl.constexpr, half: gl.constexpr):
 
 
 @gluon.jit
+def low_e(tiles, half: gl.constexpr, nothing):
+    """Where the low terms of E lie: half of their columns."""
+    return tiles.rows.index(6 + half + nothing)
+
+
+@gluon.jit
+def low_y(tiles, half: gl.constexpr, nothing):
+    """Where the low terms of Y lie."""
+    return tiles.rows.index(8 + half + nothing)
+
+
+@gluon.jit
+def low_n(tiles, nothing):
+    """Where the low term of N lies."""
+    return tiles.rows.index(10 + nothing)
+
+
+@gluon.jit
 def key_columns(smem, half: gl.constexpr):
     """Half of the key columns of a tile: products of 64 columns leave registers for the sums."""
     return smem.slice(half * COPY_WIDTH, COPY_WIDTH, 1)

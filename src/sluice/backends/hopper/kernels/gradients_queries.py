@@ -27,13 +27,13 @@ from sluice.backends.hopper.kernels.gradients_args import (
     place_of,
     place_of_gates,
 )
-from sluice.backends.hopper.kernels.gradients_loader import low_n
 from sluice.backends.hopper.kernels.gradients_parts import (
     DO,
     DSTATE,
     STATE,
     key_columns,
     load_keys,
+    low_n,
     multiply_state,
     nothing_of,
     per_token,
