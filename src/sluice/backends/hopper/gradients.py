@@ -1,13 +1,14 @@
 """The last kernel of the backward of prefill on Hopper: gradients of queries, keys and gates.
 
-It takes the place of three of Triton's kernels (``triton/prefill_backward.py``): pairs, queries and
-keys. Of their workspace it needs no P, N, H, nor sums by pair and by query.
+It replaces three of Triton's kernels (``triton/prefill_backward.py``): pairs, queries and keys. Of
+their workspace it needs neither P, N and H nor the sums by pair and by query.
 """
 
 from __future__ import annotations
 
 import torch
 
+from sluice.backends.hopper.prefill import token_tiles
 from sluice.backends.triton import gpu
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.prefill_arguments import units_of
@@ -20,7 +21,7 @@ COLUMNS = 64  # value columns, and rows of a state, per copy
 
 
 def refuse(p: DeltaBackwardSpec) -> str | None:
-    """What the kernel does not do: Triton's three do it."""
+    """Why Triton's three kernels must serve a call; None if this one can."""
     limits = (
         (p.dtype in (torch.bfloat16, torch.float16), f"bfloat16 or float16, not {p.dtype}"),
         ((p.K, p.V) == (128, 128), f"K = V = 128, not {p.K} and {p.V}"),
@@ -38,9 +39,9 @@ def refuse(p: DeltaBackwardSpec) -> str | None:
 def gradient_calls(
     p: DeltaBackwardSpec, memory: Binding, w: Parts, programs: int = 0
 ) -> list[KernelCall]:
-    """The launch that makes dq, dk, dbeta and dg of what both walks left in the workspace.
+    """The launch that makes dq, dk, dbeta and dg from what both walks left in the workspace.
 
-    By so many programs, each of which goes through several chunks; 0: by one per SM.
+    ``programs``: at most so many, each of which goes from chunk to chunk; 0: one per SM.
     """
     chunks = units_of(p, CHUNK, tail=True) * p.HK
     values = (p.B * p.T, p.HV * p.V), (p.HV * p.V, 1), (CHUNK, COLUMNS)
@@ -51,9 +52,9 @@ def gradient_calls(
         return None if part is None else Tiles(part.source, part.dtype, *of)
 
     arguments = {
-        "q_desc": _tokens(p, "q", p.K),
-        "k_desc": _tokens(p, "k", p.K),
-        "do_desc": _tokens(p, "do", COLUMNS),
+        "q_desc": token_tiles(p, "q", p.K),
+        "k_desc": token_tiles(p, "k", p.K),
+        "do_desc": token_tiles(p, "do", COLUMNS),
         "e_desc": tiles(w.e, values),
         "y_desc": tiles(w.y, values),
         "e_low_desc": tiles(w.e_low, values),
@@ -94,10 +95,3 @@ def gradient_calls(
     options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
     grid = min(chunks, programs or gpu.processors(p.device))
     return [KernelCall(GRADIENTS, grid, options, arguments)]
-
-
-def _tokens(p: DeltaBackwardSpec, name: str, width: int) -> Tiles:
-    """A tensor [B, T, heads, width of a head] as a matrix of tokens, in tiles of a chunk."""
-    meta = getattr(p, name)
-    shape = (p.B * p.T, meta.shape[2] * meta.shape[3])
-    return Tiles(name, meta.dtype, shape, (meta.strides[1], 1), (CHUNK, width))
