@@ -1,4 +1,4 @@
-"""Programs of hopper_state_kernel that make many items, one after another, in the emulator. No GPU.
+"""Programs of hopper_state_kernel with many items, one after another, in the emulator. No GPU.
 
 An item is a block of value columns of a head, for one sequence or a segment of one.
 """
@@ -32,7 +32,7 @@ BATCH = {"Hk": 1, "Hv": 2, "K": 128, "V": 128}
 
 
 def made(monkeypatch, name, plan, more):
-    """A case of the contract by a plan; what it returns, and the programs of the state kernel."""
+    """A case of the contract by a plan: its results, and the launches of the state kernel."""
     case = cases.CASES[name].with_(**more)
     inputs = case.inputs(torch.bfloat16, "cpu")
     expected = case.expected(inputs)
@@ -69,9 +69,9 @@ def same_by(name, monkeypatch, numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_program_with_many_items_has_the_bits_of_programs_with_one(name, monkeypatch):
-    """Sequences of all lengths, an empty one, one without a slot, tokens of none; one SM.
+    """Sequences of many lengths, one of them empty, one without a slot; tokens of no sequence.
 
-    The two passes of a split take their items from the same counter.
+    The two passes of a split sequence take their items from the same counter.
     """
     same_by(name, monkeypatch, (1,))
 
@@ -80,7 +80,7 @@ def test_a_program_with_many_items_has_the_bits_of_programs_with_one(name, monke
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_any_number_of_programs_has_the_same_bits(name, monkeypatch):
-    """``test_a_program_with_many_items_has_the_bits_of_programs_with_one`` meets the roles."""
+    """``test_a_program_with_many_items_has_the_bits_of_programs_with_one`` runs the first three."""
     same_by(name, monkeypatch, (1, 3))
 
 
@@ -123,7 +123,7 @@ MANY = (*(0,) * 20, 3, *(0,) * 17, 66, 1, *(0,) * 30)
 @emulates
 @pytest.mark.slow
 def test_a_warp_finds_its_sequence_among_many(monkeypatch):
-    """In both halves: one value head per key head, more sequences than a warp has lanes."""
+    """In both halves: there is one value head per key head, so a warp makes the chunks, too."""
     assert len(MANY) > 64
     more = {"Hk": 1, "Hv": 1, "K": 128, "V": 128, "lengths": MANY, "tail": 2}
     with_many = made(monkeypatch, "prefill/packed", prefill.Plan(0, 128), more)
@@ -145,7 +145,7 @@ def test_there_are_no_more_programs_than_processors(processors, monkeypatch):
 
 
 def test_the_parallel_half_sets_the_counter_that_items_are_taken_from():
-    """Also in the first of two passes; the second finds it as the first has left it."""
+    """Also in the first of two passes; the second finds the counter as the first has left it."""
     with gpu_like("sm_90"):
         chunks, states = prefill.planned_launches(spec(), prefill.Plan(0, 128)).calls
         first = prefill.workspace(pass_specs()[0], prefill.Binding(pass_specs()[0]))
