@@ -1,14 +1,15 @@
 """Training on a CPU: forward and backward beside torch functions of transformers and FLA.
 
     PYTHONPATH=src python benchmarks/cpu_training.py [--tokens 512] [--dtype bfloat16] [--cpu-time]
-        [--per-key]
+        [--per-key | --host]
 
 Lines: the delta rule alone (autograd through transformers' chunk function); a training step of a
 gated delta layer (all gradients, no optimizer) with projections so small that conv, gates, rule and
 norm are what is timed; and the same with Qwen3.5's hidden size, where projections are most of it.
 16/32 heads of 128, float32. ``--per-key`` times something else: the delta rule with decay per key
 (KDA), 8/8 heads, beside sluice's ``chunked`` backend and, where FLA is installed, beside autograd
-through FLA's chunk function in plain torch. Sides take turns in one process; a number is the median
+through FLA's chunk function in plain torch. ``--host`` times what a call costs beside its kernels:
+one token of one small head. Sides take turns in one process; a number is the median
 of its turns, in milliseconds, and the second line has every turn. Gradients are compared first.
 ``--cpu-time`` counts the processor time of one thread in place of the clock: for a machine that
 others use.
@@ -119,6 +120,24 @@ def rule_per_key(T: int, dtype: torch.dtype) -> None:
         line(f"delta rule, decay per key, {T} tokens", ours, theirs, x, x, by, peer, 5)
 
 
+def host(turns: int = 500) -> None:
+    """Calls whose kernels have nothing to do, in microseconds, and torch's own multiplication."""
+    x = [torch.randn(1, 1, 1, 16).requires_grad_() for _ in range(3)]
+    gates = [torch.zeros(1, 1, 1).requires_grad_() for _ in range(2)]
+    flat, weight = torch.randn(1, 1, 64).requires_grad_(), torch.randn(64, 4).requires_grad_()
+    calls = {
+        "prefill": (lambda: sluice.prefill(*x, *gates)[0], [*x, *gates]),
+        "causal_conv1d": (lambda: sluice.causal_conv1d(flat, weight)[0], [flat, weight]),
+        "rms_norm_gated": (lambda: sluice.rms_norm_gated(x[0], x[1], x[2][0, 0, 0]), x),
+        "torch.mul": (lambda: torch.mul(x[0], x[1]), x[:2]),
+    }
+    for name, (call, leaves) in calls.items():
+        by = torch.ones_like(call())
+        times = [timed(call, leaves, by)[0] for _ in range(turns)]
+        forward, backward = (1e6 * median(t[i] for t in times) for i in range(2))
+        print(f"{name}: {forward:.0f} + {backward:.0f} us")
+
+
 def layer(T: int, hidden: int, dtype: torch.dtype) -> None:
     """A training step of a layer of Qwen3.5's shape."""
     torch.manual_seed(0)
@@ -152,6 +171,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--per-key", action="store_true")
+    parser.add_argument("--host", action="store_true")
     args = parser.parse_args()
     if args.cpu_time:
         torch.set_num_threads(1)
@@ -161,6 +181,9 @@ def main() -> None:
         f"transformers {transformers.__version__}, {args.dtype}, {clock.__name__}"
     )
     dtype = getattr(torch, args.dtype)
+    if args.host:
+        host()
+        return
     if args.per_key:
         rule_per_key(args.tokens, dtype)
         return

@@ -12,6 +12,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -408,28 +409,19 @@ def test_a_file_fits_in_one_sitting(path):
     assert lines <= LONGEST, f"{path.name} has {lines} lines: split it by role"
 
 
-def _given_again(tree: ast.Module) -> list[str]:
-    """Names to which a module gives a second value that does not use the first."""
-    found: list[str] = []
-    given: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            used = [x for x in ast.walk(node) if isinstance(x, ast.Name)]
-            names = {x.id for x in used if isinstance(x.ctx, ast.Store)}
-            found += sorted((names & given) - {x.id for x in used if isinstance(x.ctx, ast.Load)})
-            given |= names
-    return found
-
-
-def test_a_module_gives_each_name_one_value():
-    """Of two lists of the same name the second replaces the first, and nothing tests the first."""
-    found = {path: _given_again(_tree(path)) for path in (*SOURCES, *TEST_FILES, *BENCH_FILES)}
-    assert [(path.name, names) for path, names in found.items() if names] == []
-
-
-def test_a_second_value_is_found():
-    assert _given_again(ast.parse("A = [1]\nB: int = 2\nA = [B]")) == ["A"]
-    assert not _given_again(ast.parse("A = [1]\nA = [*A, 2]\nif A:\n    A = 3\nA[0] = 4"))
+def test_a_name_is_given_once():
+    """The linter looks at functions and classes; a second list of calls would hide the first."""
+    twice = []
+    for path in {*SOURCES, *TEST_FILES, *BENCH_FILES}:
+        names = Counter(
+            name.id
+            for line in _tree(path).body
+            if isinstance(line, ast.Assign | ast.AnnAssign)
+            for name in (line.targets if isinstance(line, ast.Assign) else [line.target])
+            if isinstance(name, ast.Name)
+        )
+        twice += [f"{path.name}: {name}" for name, count in names.items() if count > 1]
+    assert not twice
 
 
 HOMES = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|data)" + "/")

@@ -319,9 +319,14 @@ def _kind(x: object) -> str:
 
 def _follows(x: Any) -> bool:
     """Whether torch traces a call with this tensor: in a dispatch mode, or without data."""
-    if torch_private.dispatch_modes() > 0 or x.is_meta:
-        return True
-    return type(x) is not Tensor and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return torch_private.dispatch_modes() > 0 or without_data(x)
+
+
+def without_data(x: Any) -> bool:
+    """Whether a tensor has no data of its own, or a class of its own decides what a call does."""
+    if type(x) is Tensor:
+        return bool(x.is_meta)
+    return x.is_meta or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 _LOWERING = "sluice.integrations.onnx.lower"  # imported by name: it is built on the operators

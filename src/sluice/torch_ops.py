@@ -6,7 +6,9 @@ of metadata.
 
 An operator with gradients has two more, which mutate nothing and return what they make (an empty
 tensor where there is nothing to make): ``<op>_functional``, which autograd follows, and
-``<op>_backward``, which it calls. Both run below autograd and without autocast.
+``<op>_backward``, which it calls. Both run below autograd and without autocast. Where torch traces
+nothing, a ``torch.autograd.Function`` runs the same code without torch's dispatcher, which takes
+longer than a small call.
 """
 
 from __future__ import annotations
@@ -93,8 +95,7 @@ class Functional(NamedTuple):
             backend = dispatch.forced() if backend is None else backend
         names = self.op.spec.TENSORS
         taken = [tensors[names.index(name)] for name in self.inputs]
-        custom = getattr(torch.ops.sluice, f"{self.op.name}_functional")
-        made = custom(*taken, *options, form, backend)
+        made = _way(f"{self.op.name}_functional", taken)(*taken, *options, form, backend)
         made = [made] if isinstance(made, Tensor) else made
         return [None if absent else x for x, absent in zip(made, self._absent(taken), strict=True)]
 
@@ -161,7 +162,7 @@ def register_functional(f: Functional) -> None:
         options = dict(zip(spec.OPTIONS, ctx.options, strict=True))
         taken = [known.get(x) for x in f.backward.spec.TENSORS if x not in f.backward.mutates]
         chosen = [options[name] for name in f.backward.spec.OPTIONS]
-        made = getattr(torch.ops.sluice, f.backward.name)(*taken, *chosen, ctx.backend)
+        made = _way(f.backward.name, taken)(*taken, *chosen, ctx.backend)
         found = dict(zip(f.backward.mutates, made, strict=True))
         by_input = [None if known[x] is None else found.get(f"d{x}") for x in f.inputs]
         return (*by_input, *[None] * (len(spec.OPTIONS) + 2))
@@ -178,6 +179,32 @@ def register_functional(f: Functional) -> None:
     )
     custom.register_fake(fake)
     custom.register_autograd(backward, setup_context=keep)
+    _DIRECT[f"{op.name}_functional"] = _followed(op.name, implementation, keep, backward)
+
+
+def _followed(name: str, run: Any, keep: Any, back: Any) -> Any:
+    """What autograd follows where torch traces nothing; ``grad_fn`` has its name."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        made = run(*args)
+        keep(ctx, args, made)
+        return made
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(back)}
+    followed: Any = type(f"sluice_{name}", (torch.autograd.Function,), methods)
+    return followed.apply
+
+
+_DIRECT: dict[str, Any] = {}
+"""Functional operators and backward ones, as they run where torch traces nothing."""
+
+
+def _way(name: str, tensors: Sequence[Any]) -> Any:
+    """How to call an operator: as a node of what torch traces, or directly."""
+    traced = torch.compiler.is_compiling() or torch_private.dispatch_modes() > 0
+    if traced or any(calls.without_data(x) for x in tensors if x is not None):
+        return getattr(torch.ops.sluice, name)
+    return _DIRECT[name]
 
 
 def _register_backward(op: Operator) -> None:
@@ -206,6 +233,7 @@ def _register_backward(op: Operator) -> None:
         tensors, options = full(args)
         return results(op.canonical(spec.Tensors(*tensors), options, None).tensors, args[0])
 
+    _DIRECT[op.name] = implementation
     arguments = [
         f"{spec.FIELDS[x].replace('Meta', 'Tensor').replace(' | None', '?')} {x}"
         for x in (*inputs, *spec.OPTIONS)

@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 import sluice
 from sluice import calls
 from sluice.backends.hopper import gradients
+from sluice.backends.hopper import prefill_backward as hopper_backward
 from sluice.backends.triton import interpreted, prefill_backward
 from sluice.ops.delta import FUNCTIONAL
 from sluice.testing import gradients as exact
@@ -65,6 +66,18 @@ def backward_of(leaves, options, do, dfinal, fused=True):
         {"hopper_gradients_kernel"} if fused else PAIRS
     )
     return {n: x for n, x in zip(ARGUMENTS, made[-len(ARGUMENTS) :], strict=True) if n in leaves}
+
+
+def test_no_memory_is_kept_for_what_stays_on_the_chip():
+    def run():
+        leaves, options = BASE.make(BFLOAT16)
+        return leaves, None, sluice.prefill(**leaves, **options)
+
+    with gpu_like("sm_90") as device:
+        (spec,) = backward_specs_of(run, device)
+        ours, portable = (m.launches(spec)._workspace for m in (hopper_backward, prefill_backward))
+    assert set(portable) - set(ours) == {"ws.n", "ws.n_low", "ws.h", "ws.by_pair", "ws.by_query"}
+    assert set(ours) <= set(portable)
 
 
 def check(call, dtype):

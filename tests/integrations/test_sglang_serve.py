@@ -1,4 +1,4 @@
-"""What serves a layer of SGLang, without SGLang: prefixes that its cache keeps."""
+"""What serves a layer of SGLang, without SGLang: prefixes of its cache, and draft tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sluice import ops
-from sluice.integrations.sglang import serve
+from sluice.integrations.sglang import drafts, serve
 from sluice.testing.compare import assert_same_bits, assert_within
 
 HK, HV, K, V, W = 2, 4, 16, 16, 4
@@ -17,16 +17,16 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(P: int = 9) -> serve.Layer:
+def layer(P: int = 9, seed: int = 0) -> serve.Layer:
     return serve.Layer(
         (HK, HV, K, V),
-        random(D, W, seed=1),
+        random(D, W, seed=seed + 1),
         None,
         "silu",
-        -random(HV, seed=2).abs(),
-        random(HV, seed=3),
-        random(P, D, W - 1, seed=4),
-        random(P, HV, V, K, seed=5),
+        -random(HV, seed=seed + 2).abs(),
+        random(HV, seed=seed + 3),
+        random(P, D, W - 1, seed=seed + 4),
+        random(P, HV, V, K, seed=seed + 5),
         pad_slot=0,
     )
 
@@ -86,3 +86,102 @@ def test_the_plan_has_the_mode_that_prompts_are_served_in(alike):
     plan = serve.plan(layer(), torch.float32, torch.int64, alike, False)
     modes = [call.make()[1]["batch_invariant"] for call in plan if call.op == "prefill"]
     assert set(modes) == {alike}
+
+
+T = 4
+
+
+class Model:
+    """Two layers whose pools lie in one tensor each, as SGLang's do, with drafts in its memory."""
+
+    def __init__(self) -> None:
+        made = [layer(), layer(seed=10)]
+        self.conv_state = torch.stack([one.conv_state for one in made])
+        self.state = torch.stack([one.state for one in made])
+        self.layers = [
+            one._replace(conv_state=self.conv_state[i], state=self.state[i])
+            for i, one in enumerate(made)
+        ]
+        space = torch.full((2, 5, T, HV, V, K), float("nan"))
+        buffers = drafts.buffers_within(space, self.layers[0], torch.float32)
+        assert buffers is not None
+        self.drafts = drafts.Drafts(buffers, self.state, self.conv_state, 0)
+
+    def inputs(self, i: int, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (
+            random(N, T, D, seed=20 + i),
+            random(N, T, HV, seed=30 + i),
+            random(N, T, HV, seed=40 + i),
+        )
+
+    def verify(self, slots: list[int]) -> list[torch.Tensor]:
+        rows = torch.tensor(slots, dtype=torch.int32)
+        return [
+            drafts.verify(ops, one, self.drafts.buffers.layer(i), *self.inputs(i, len(slots)), rows)
+            for i, one in enumerate(self.layers)
+        ]
+
+    def decode(self, slots: list[int], row: int, n: int, to: int | None = None) -> None:
+        """The first n tokens of a row of ``verify(slots)``, without drafts, read from its slot."""
+        where = {"slots": torch.tensor([slots[row]])}
+        if to is not None:
+            where["write_slots"] = torch.tensor([to])
+        for i, one in enumerate(self.layers):
+            x, b, a = (y[row : row + 1, :n] for y in self.inputs(i, len(slots)))
+            tokens = ops.conv_qkv(x, one.conv_weight, a=a, b=b, **where, **one.conv())
+            ops.decode(*tokens, state=one.state, pad_slot=0, **where)
+
+    def same(self, other: Model) -> None:
+        assert_same_bits(self.conv_state, other.conv_state, "windows")
+        assert_same_bits(self.state, other.state, "states")
+
+
+def test_accepted_drafts_leave_the_bits_of_decode():
+    """Reliability row 34. Rows in another order; one of padding, one whose drafts do not count."""
+    mine, plain, slots = Model(), Model(), [3, 0, 7, 5]
+    out = mine.verify(slots)
+    mine.same(plain)
+    assert not any(o[1].any() for o in out)
+    steps = torch.tensor([3, 0, -1])
+    drafts.commit(ops, mine.drafts, torch.tensor([7, 3, 5], dtype=torch.int32), steps)
+    plain.decode(slots, 2, 4)
+    plain.decode(slots, 0, 1)
+    mine.same(plain)
+
+
+def test_a_prefix_is_kept_from_among_the_accepted_drafts():
+    """Reliability row 35. Of two rows one has a prefix to keep; the other's slot says anything."""
+    mine, plain, slots = Model(), Model(), [3, 5]
+    mine.verify(slots)
+    rows, steps = torch.tensor(slots, dtype=torch.int32), torch.tensor([2, 3])
+    drafts.commit(ops, mine.drafts, rows, steps, torch.tensor([8, 1]), torch.tensor([1, -1]))
+    plain.decode(slots, 0, 2, to=8)
+    plain.decode(slots, 0, 3)
+    plain.decode(slots, 1, 4)
+    mine.same(plain)
+
+
+def test_drafts_fit_into_the_memory_for_states_or_not_at_all():
+    one = layer()
+    size = 4 * (HK * K + HV * V + HV + D)  # bytes of a token
+    enough = -(-size * 9 * T // (4 * HV * V * K * T)) + 1  # rows
+    space = torch.zeros(1, enough, T, HV, V, K)
+    buffers = drafts.buffers_within(space, one, torch.float32)
+    assert buffers is not None
+    assert [tuple(x.shape) for x in buffers if x is not None] == [
+        (1, 9, T, HK, K), (1, 9, T, HV, V), (1, 9, T, HV), (1, 9, T, D),
+    ]  # fmt: skip
+    for number, x in enumerate(buffers, 1):
+        assert x is not None
+        assert x.data_ptr() % 16 == 0
+        assert not x.any(), "two buffers share memory"
+        x.fill_(number)
+    assert drafts.buffers_within(space[:, :-2], one, torch.float32) is None
+
+
+def test_the_plan_has_drafts_of_every_number_of_states():
+    model = Model()
+    plan = drafts.plan(model.layers[0], model.drafts, torch.float32, torch.int32)
+    for op in ("verify", "commit_layers"):
+        calls = [call.make() for call in plan if call.op == op]
+        assert {options["slots"].shape[0] for _, options in calls} == {8, 64, 256, 1024}

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import sluice
@@ -79,6 +80,37 @@ def test_opcheck_of_the_functional_operators(op):
     overload = getattr(torch.ops.sluice, f"{op}_functional").default
     results = torch.library.opcheck(overload, tuple(functional_arguments(op)))
     assert set(results.values()) == {"SUCCESS"}
+
+
+class Recorder(TorchDispatchMode):
+    """Lists the operators of sluice that torch sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sluice":
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_that_torch_traces_is_a_node_each_way_with_the_bits_of_an_eager_one():
+    leaves, options = Call("any", lengths=(5, 0, 64)).make(torch.float32)
+
+    def made():
+        o, final = sluice.prefill(**leaves, **options)
+        grads = torch.autograd.grad(o.sum() + final.square().sum(), list(leaves.values()))
+        return dict(zip(leaves, grads, strict=True)) | {"o": o, "final": final}
+
+    plain = made()
+    assert plain["o"].grad_fn.name() == "sluice_prefillBackward"  # no node: nothing dispatched
+    with Recorder() as mode:
+        traced = made()
+    assert mode.seen == ["sluice::prefill_functional", "sluice::prefill_backward"]
+    assert traced["o"].grad_fn.name() != plain["o"].grad_fn.name()
+    for name, exact in plain.items():
+        assert_same_bits(traced[name], exact, name)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

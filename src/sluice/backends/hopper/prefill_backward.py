@@ -1,8 +1,8 @@
 """The backward of prefill on Hopper: Gluon walks, and gradients in one Gluon kernel.
 
-Plan, workspace and the kernels before the walks are those of triton/prefill_backward.py. So are the
-kernels after them in float16, which need a power of two per chunk, and with fewer or more query
-heads than key heads.
+Plan, workspace (without N and H) and the kernels before the walks are those of
+triton/prefill_backward.py. So are the kernels after them in float16, which need a power of two per
+chunk, and with fewer or more query heads than key heads.
 """
 
 from __future__ import annotations

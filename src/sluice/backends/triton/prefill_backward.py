@@ -180,7 +180,7 @@ def planned_launches(
     exact = p.dtype == torch.float32
     split = 0 < plan.segment < p.T
     segments = units_of(p, plan.segment if split else WHOLE, tail=False)
-    w = workspace(p, memory, segments if split else 0)
+    w = workspace(p, memory, segments if split else 0, pairs=gradients is None)
     units = units_of(p, CHUNK, tail=True)
     BLOCK_K = max(16, configs.power_of_two(p.K))
     sizes = {

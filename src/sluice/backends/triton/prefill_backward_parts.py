@@ -13,7 +13,8 @@ from sluice.contract.chunk_length import CHUNK
 
 
 class Parts(NamedTuple):
-    """The workspace."""
+    """The workspace. Where one kernel makes all gradients (Hopper), n and h with what belongs to
+    them, by_pair and by_query are None."""
 
     p: Pointer | None  # [tokens, HO, C]; None without dO
     p_low: Pointer | None  # low terms, in hard chunks; None without beta, unless bfloat16
@@ -48,8 +49,8 @@ class Parts(NamedTuple):
     segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
 
 
-def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
-    """Lay out the workspace."""
+def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool = True) -> Parts:
+    """Lay out the workspace. ``pairs``: a kernel leaves N and H in it for those after it."""
     tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N
     exact, gated, delta = p.dtype == torch.float32, p.g is not None, p.beta is not None
 
@@ -59,6 +60,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
     lows = delta and p.dtype == torch.bfloat16
     scaled = p.dtype == torch.float16
     half = torch.float32 if exact else torch.float16
+    asked = pairs and p.do is not None
     return Parts(
         p=part(p.do is not None, "ws.p", tokens, p.HO, CHUNK, dtype=p.dtype),
         p_low=part(lows and p.do is not None, "ws.p_low", tokens, p.HO, CHUNK, dtype=p.dtype),
@@ -66,19 +68,19 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int) -> Parts:
         y=part(delta, "ws.y", tokens, p.HV, p.V, dtype=p.dtype),
         y_low=part(lows, "ws.y_low", tokens, p.HV, p.V, dtype=p.dtype),
         hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
-        n=part(p.do is not None, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
-        n_low=part(lows and p.do is not None, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
-        n_down=part(scaled and p.do is not None, "ws.n_down", p.HO, slots),
-        h_down=part(scaled and delta, "ws.h_down", p.HV, slots),
-        h=part(delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
-        by_pair=part(gated, "ws.by_pair", p.HV, tokens),
+        n=part(asked, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
+        n_low=part(asked and lows, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
+        n_down=part(asked and scaled, "ws.n_down", p.HO, slots),
+        h_down=part(pairs and scaled and delta, "ws.h_down", p.HV, slots),
+        h=part(pairs and delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
+        by_pair=part(pairs and gated, "ws.by_pair", p.HV, tokens),
         b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
         b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
         beta32=part(delta, "ws.beta32", p.HV, tokens),
         e=part(delta, "ws.e", tokens, p.HV, p.V, dtype=p.dtype),
         g2=part(gated, "ws.g2", p.HV, tokens),
         g2_low=part(gated and exact, "ws.g2_low", p.HV, tokens),
-        by_query=part(gated, "ws.by_query", p.HO, tokens),
+        by_query=part(pairs and gated, "ws.by_query", p.HO, tokens),
         by_low=part(lows and gated, "ws.by_low", p.HV, tokens),
         by_gate=part(p.raw_gates, "ws.by_gate", units_of(p, CHUNK, tail=True), 2, p.HV),
         decay_in=part(True, "ws.decay_in", p.HV, tokens),

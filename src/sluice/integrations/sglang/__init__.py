@@ -1,14 +1,15 @@
 """SGLang's gated delta layers served by sluice.
 
 ``--linear-attn-decode-backend sluice --linear-attn-prefill-backend sluice`` switches it on; either
-flag alone is possible. SGLang loads ``register`` in each of its processes (entry point
-``sglang.srt.plugins``). docs/sglang.md is the manual.
+flag alone is possible, and draft tokens follow the first. SGLang loads ``register`` in each of its
+processes (entry point ``sglang.srt.plugins``). docs/sglang.md is the manual.
 
 | file | what is in it |
 |---|---|
 | ``private`` | every name of SGLang that SGLang does not promise |
 | ``backend`` | the attention backend, a subclass of SGLang's |
 | ``serve`` | the operators' calls, and those compiled beforehand |
+| ``drafts`` | the same for draft tokens: ``verify``, and the commit |
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,21 +11,23 @@ from torch import Tensor
 from sluice import ops
 from sluice.contract.errors import SluiceError
 from sluice.integrations import engine_calls
-from sluice.integrations.sglang import NAME, private, serve
+from sluice.integrations.sglang import NAME, drafts, private, serve
 
 _Base: Any = private.base()
 _compiled: set[Any] = set()
 
 
 class SluiceGDNAttnBackend(_Base):
-    """Decode and extend through sluice; what it does not serve, by SGLang's own kernels.
+    """Decode, extend and draft tokens by sluice; what it does not serve, by SGLang's own kernels.
 
-    Those are: draft tokens (target verify), multi-item scoring, ReplaySSM, and recurrent states
-    whose last three dimensions are not contiguous. All of them use the same pools.
+    Those are: trees of drafts and the like (``private.refuses_drafts``), multi-item scoring,
+    ReplaySSM, and recurrent states whose last three dimensions are not contiguous. All of them use
+    the same pools. Who serves draft tokens is decided once, since their commit has to fit.
     """
 
     def __init__(self, model_runner: Any) -> None:
-        self.sluice_decode, self.sluice_prefill = private.asked(NAME)
+        self.sluice_decode, self.sluice_prefill, self.sluice_verify = private.asked(NAME)
+        self.sluice_drafts: drafts.Drafts | str | None = None
         with private.triton_instead(model_runner, self.sluice_decode, self.sluice_prefill):
             super().__init__(model_runner)
         self.sluice_pad = private.pad_slot(model_runner.req_to_token_pool)
@@ -55,12 +58,12 @@ class SluiceGDNAttnBackend(_Base):
     def forward_extend(
         self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
     ) -> Any:
-        """Prompts, whole or in parts, and states for the prefix cache."""
+        """Prompts, whole or in parts, and states for the prefix cache; or draft tokens."""
+        if forward_batch.forward_mode.is_target_verify():
+            return self._sluice_forward_drafts(layer, forward_batch, mixed_qkv, a, b, **kwargs)
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
         reason = self._sluice_refuses(cache) if self.sluice_prefill else ""
-        if self.sluice_prefill and forward_batch.forward_mode.is_target_verify():
-            reason = "draft tokens"
-        elif self.sluice_prefill and getattr(self, "mis_metadata", None) is not None:
+        if self.sluice_prefill and getattr(self, "mis_metadata", None) is not None:
             reason = "multi-item scoring"
         if reason is not None:
             self._sluice_say(reason, "extend")
@@ -81,6 +84,50 @@ class SluiceGDNAttnBackend(_Base):
             ops, found, mixed_qkv, b, a, prompts, None if given is None else given.squeeze(0)
         )
         return out.unsqueeze(0)
+
+    def _sluice_forward_drafts(
+        self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
+    ) -> Any:
+        """The same number of tokens of each request; the pools stay as they are until a commit."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        found = self._sluice_layer(layer, cache)
+        kept = self._sluice_kept(found, mixed_qkv.dtype)
+        if isinstance(kept, str):
+            self._sluice_say(kept, "draft tokens")
+            return super().forward_extend(layer, forward_batch, mixed_qkv, a, b, **kwargs)
+        spec = forward_batch.spec_info
+        if getattr(spec, "ragged_verify_layout", None) is not None:
+            raise SluiceError("drafts of different lengths: --linear-attn-verify-backend triton")
+        T = spec.draft_token_num
+        N = mixed_qkv.shape[0] // T
+        slots = self.forward_metadata.mamba_cache_indices[:N]
+        self._sluice_warm(found, mixed_qkv, slots)
+        place = kept.buffers.layer(private.layer_index(self.req_to_token_pool, layer.layer_id))
+        x, b, a = (y.unflatten(0, (N, T)) for y in (mixed_qkv, b, a))
+        out = drafts.verify(ops, found, place, x, b, a, slots)
+        return out.flatten(0, 1).unsqueeze(0)
+
+    def _sluice_kept(self, layer: serve.Layer, dtype: torch.dtype) -> drafts.Drafts | str:
+        """Where drafts are kept and committed from, or why SGLang serves them ("": not asked)."""
+        if self.sluice_drafts is None:
+            self.sluice_drafts = self._sluice_keep(layer, dtype) if self.sluice_verify else ""
+        return self.sluice_drafts
+
+    def _sluice_keep(self, layer: serve.Layer, dtype: torch.dtype) -> drafts.Drafts | str:
+        caches = private.pools(self.req_to_token_pool)
+        reason = self._sluice_refuses(caches)
+        reason = reason or private.refuses_drafts(self, caches, drafts.MOST)
+        if reason is not None:
+            return reason
+        buffers = drafts.buffers_within(caches.intermediate_ssm, layer, dtype)
+        if buffers is None:
+            return "many more slots than requests"
+        reason = private.commit_with(functools.partial(drafts.commit, ops))
+        if reason is not None:
+            return reason
+        made = drafts.Drafts(buffers, caches.temporal, caches.conv[0], self.sluice_pad)
+        private.keep_drafts(caches, made)
+        return made
 
     def _sluice_checkpoints(self, forward_batch: Any, n: int) -> Any:
         if not self.forward_metadata.has_mamba_track_mask:
@@ -109,11 +156,13 @@ class SluiceGDNAttnBackend(_Base):
         )
 
     def _sluice_refuses(self, cache: Any) -> str | None:
+        """Why SGLang serves these pools, of one layer or of all; None if sluice does."""
         if getattr(cache, "replayssm_d", None) is not None:
             return "ReplaySSM"
         state = cache.temporal
-        inner = (state.shape[2] * state.shape[3], state.shape[3], 1)
-        return None if state.stride()[1:] == inner else "recurrent states that are not contiguous"
+        V, K = state.shape[-2:]
+        inner = state.stride()[-3:] == (V * K, K, 1)
+        return None if inner else "recurrent states that are not contiguous"
 
     def _sluice_say(self, reason: str, what: str) -> None:
         if reason:
@@ -121,7 +170,9 @@ class SluiceGDNAttnBackend(_Base):
 
     def _sluice_warm(self, layer: serve.Layer, x: Tensor, slots: Tensor) -> None:
         """Compile everything at the first call: SGLang makes one before it takes requests."""
+        kept = self._sluice_kept(layer, x.dtype)
         key = (layer.heads, layer.state.dtype, x.dtype, slots.dtype, layer.conv_state.stride())
+        key += (isinstance(kept, str),)
         if key in _compiled or (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         ):
@@ -129,17 +180,26 @@ class SluiceGDNAttnBackend(_Base):
         _compiled.add(key)
         cuda = x.device.type == "cuda"
         calls = serve.plan(layer, x.dtype, slots.dtype, self.sluice_invariant, cuda)
+        if not isinstance(kept, str):
+            calls += drafts.plan(layer, kept, x.dtype, slots.dtype)
         served = engine_calls.served(calls, x.device)
         found = engine_calls.served_by(served)
-        which = [
-            n for n, on in (("decode", self.sluice_decode), ("extend", self.sluice_prefill)) if on
-        ]
         alike = "; batch-invariant" if self.sluice_invariant else ""
-        text = f"serves {' and '.join(which)} of gated delta layers: {found}{alike}"
+        text = f"serves {self._sluice_kinds(kept)} of gated delta layers: {found}{alike}"
         if engine_calls.slowly(served):
             private.warn_once(f"{text}. {engine_calls.SLOWLY}")
         else:
             private.say_once(text)
+
+    def _sluice_kinds(self, kept: drafts.Drafts | str) -> str:
+        """Which forward passes are served: ``decode, extend and draft tokens``."""
+        kinds = {
+            "decode": self.sluice_decode,
+            "extend": self.sluice_prefill,
+            "draft tokens": not isinstance(kept, str),
+        }
+        *most, last = (kind for kind, served in kinds.items() if served)
+        return f"{', '.join(most)} and {last}" if most else last
 
 
 def _split(layer: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """What sluice uses of SGLang that SGLang does not promise, in one place.
 
-Tried with SGLang 0.5.23 (its wheel, on a CPU). Read in the source of August 2026 (cce0a124).
+Tried with SGLang 0.5.20, 0.5.22 and 0.5.23 (their wheels, on a CPU). Read in the source of August
+2026 (cce0a124).
 ``missing`` looks for what registration needs; if a name is gone, one line in the log says which,
 and SGLang's command line does not know ``sluice``.
 
@@ -15,18 +16,43 @@ and SGLang's command line does not know ``sluice``.
   ``mamba_track_aligned_lens()`` (where the prefix cache wants a state).
 - ``req_to_token_pool.mamba2_layer_cache(layer)``: ``conv[0]``, ``temporal``, and ``replayssm_d``,
   which is set if ReplaySSM is on. Then SGLang's own kernels run.
+
+For draft tokens also these:
+
+- ``linear_attn_verify_backend``; ``backend.topk`` (without it, SGLang's own kernels serve them),
+  ``backend.enable_unified_memory``, ``read_ragged_verify_mode``: forms that sluice does not serve.
+- ``forward_batch.spec_info``: ``draft_token_num`` and ``ragged_verify_layout``.
+- ``mamba_pool.mamba_cache``: the pools of all layers, with ``intermediate_ssm`` [layers, rows, T,
+  HV, V, K], whose memory holds the drafts; ``mamba_map``: a layer's place in them.
+- ``scatter_mamba_states_after_mtp_verify``, which copies states of draft tokens into the pools:
+  ``update_mamba_state_after_mtp_verify`` calls it by this name of its module, and sluice's commit
+  is put there. If it has other arguments or is not called, SGLang's own kernels serve them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _WRAPPER = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 _HOME = "sglang.srt.layers.attention.linear.gdn_backend"
+_COMMIT = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
+_SCATTER = "scatter_mamba_states_after_mtp_verify"
+_SCATTERED = (
+    "mamba_caches",
+    "state_indices_tensor",
+    "last_correct_step_indices",
+    "mamba_track_indices",
+    "mamba_steps_to_track",
+    "src_indices_raw",
+)
+_USED = 5  # older releases do not have the last one: where SGLang's own kernels keep a row
+_KEPT = "sluice_drafts"
 _log = logging.getLogger("sglang.srt.plugins.sluice")
 _said: set[str] = set()
 _offered: list[str] = []
@@ -73,15 +99,19 @@ def offer(name: str, around: Callable[..., Any]) -> None:
     HookRegistry.register(_WRAPPER, around, HookType.AROUND)
 
 
-def asked(name: str) -> tuple[bool, bool]:
-    """Whether decode and prefill are to be served by the backend of this name."""
+def asked(name: str) -> tuple[bool, bool, bool]:
+    """Whether decode, prefill and draft tokens are to be served by the backend of this name.
+
+    As in SGLang, draft tokens follow decode unless ``--linear-attn-verify-backend`` is given.
+    """
     from sglang.srt.runtime_context import get_exec
 
     flags = get_exec().mamba
     base = flags.linear_attn_backend
     decode = flags.linear_attn_decode_backend or base
     prefill = flags.linear_attn_prefill_backend or base
-    return decode == name, prefill == name
+    verify = getattr(flags, "linear_attn_verify_backend", None) or decode
+    return decode == name, prefill == name, verify == name
 
 
 def deterministic() -> bool:
@@ -133,3 +163,87 @@ def pad_slot(pool: Any) -> int:
         if free is not None and len(free):
             return 0 if min(int(slot) for slot in free) >= 1 else -1
     return -1
+
+
+def pools(pool: Any) -> Any:
+    """The states and conv windows of all layers."""
+    return pool.mamba_pool.mamba_cache
+
+
+def layer_index(pool: Any, layer_id: int) -> int:
+    """The place of a layer in them."""
+    return int(pool.mamba_map[layer_id])
+
+
+def refuses_drafts(backend: Any, caches: Any, most: int) -> str | None:
+    """Why drafts of this configuration stay with SGLang, in words; None if they need not.
+
+    "": there are none.
+    """
+    if not hasattr(caches, "intermediate_ssm"):
+        return ""
+    space = caches.intermediate_ssm
+    if space is None:
+        return "ReplaySSM"
+    if getattr(backend, "topk", 2) > 1:
+        return "trees of drafts"
+    if space.shape[2] > most:
+        return f"more than {most} tokens of a request"
+    if getattr(backend, "enable_unified_memory", False):
+        return "unified memory"
+    if _ragged():
+        return "drafts of different lengths"
+    if len(caches.conv) != 1 or not space.is_contiguous():
+        return "pools of another layout"
+    return None
+
+
+def _ragged() -> bool:
+    try:
+        home = importlib.import_module("sglang.srt.speculative.ragged_verify")
+    except ImportError:
+        return False
+    return bool(home.read_ragged_verify_mode().value != "static")
+
+
+def commit_with(commit: Callable[..., None]) -> str | None:
+    """Let ``commit(drafts, slots, steps, kept_slots, kept_steps)`` serve pools that have drafts.
+
+    Pools without them are SGLang's own function's. Returns what this SGLang lacks for it, in words.
+    """
+    try:
+        home = importlib.import_module(_COMMIT)
+        own = getattr(home, _SCATTER)
+        caller = inspect.unwrap(home.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify)
+    except (ImportError, AttributeError) as gone:
+        return f"a commit that this SGLang does not have ({gone})"
+    arguments = tuple(inspect.signature(own).parameters)
+    if arguments not in (_SCATTERED, _SCATTERED[:_USED]):
+        return f"other arguments of {_SCATTER}"
+    if _SCATTER not in caller.__code__.co_names:
+        return f"a commit without {_SCATTER}"
+    if hasattr(own, _KEPT):
+        return None
+
+    @functools.wraps(own)
+    def scatter(*args: Any, **options: Any) -> None:
+        given = dict(zip(_SCATTERED, args, strict=False)) | options
+        drafts = kept_drafts(given["mamba_caches"])
+        if drafts is None:
+            own(*args, **options)
+        else:
+            commit(drafts, *(given[name] for name in _SCATTERED[1:_USED]))
+
+    setattr(scatter, _KEPT, True)
+    setattr(home, _SCATTER, scatter)
+    return None
+
+
+def keep_drafts(caches: Any, drafts: Any) -> None:
+    """These pools' drafts are sluice's from now on."""
+    setattr(caches.intermediate_ssm, _KEPT, drafts)
+
+
+def kept_drafts(caches: Any) -> Any:
+    """The drafts of these pools, or None."""
+    return getattr(getattr(caches, "intermediate_ssm", None), _KEPT, None)

@@ -108,17 +108,14 @@ def plan(
     layer: Layer, dtype: torch.dtype, slots: torch.dtype, batch_invariant: bool, cuda: bool
 ) -> list[ModelCall]:
     """Every call of this layer that compiles a kernel of its own."""
-    ops = Recorder("sglang")
-    meta = layer._replace(
-        **{name: like(x) for name, x in layer._asdict().items() if isinstance(x, Tensor)}
-    )
+    ops, meta = Recorder("sglang"), without_memory(layer)
     _, HV, _, _ = layer.heads
     D = layer.conv_weight.shape[0]
 
     def rows(*size: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(*size, dtype=kind, device="meta")
 
-    for N in sorted({max(1, states // HV) for states in STATES}):
+    for N in numbers_of_rows(layer):
         decode(ops, meta, rows(N, D), rows(N, HV), rows(N, HV), rows(N, kind=slots))
     for T in (*SHORT_PROMPTS, PROMPT, *((LONG_PROMPT,) if cuda else ())):
         for kept in (False, True):
@@ -133,3 +130,15 @@ def plan(
             n = 2 * T
             extend(ops, meta, rows(n, D), rows(n, HV), rows(n, HV), p)
     return ops.calls
+
+
+def without_memory(layer: Layer) -> Layer:
+    """The same layer on the "meta" device."""
+    return layer._replace(
+        **{name: like(x) for name, x in layer._asdict().items() if isinstance(x, Tensor)}
+    )
+
+
+def numbers_of_rows(layer: Layer) -> list[int]:
+    """Batches of a token or a few each for which kernels are configured differently."""
+    return sorted({max(1, states // layer.heads[1]) for states in STATES})
