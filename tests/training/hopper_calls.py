@@ -26,10 +26,9 @@ FEW = [
     USUAL.of(name="10 tokens, decay 20", T=10, rate=20.0),
     USUAL.of(name="64 tokens, decay 20", T=64, rate=20.0),
 ]
-"""Calls with few gates. bfloat16 states and errors would leave their gradients too few digits: in
-these draws nearly all of dg or of dbeta cancels. The third and the fourth end with a chunk of one
-token; the last two have only one chunk. They are for bfloat16 alone, because float16 has no second
-terms (docs/kernels/backward.md)."""
+"""What bfloat16 states and errors are not enough for: in these draws nearly all of dg or of dbeta
+cancels. The third and the fourth end with a chunk of one token, the last two have but one chunk.
+Of bfloat16 alone: float16 has no second terms (docs/kernels/backward.md)."""
 HARD = [
     SAME,
     USUAL.of(name="repeated", T=500, HV=1, keys="repeated", rate=0.0, beta="one"),
@@ -46,12 +45,12 @@ SPLIT = [
 ]
 """To be split into segments of 128 tokens."""
 MIXED = SAME.of(name="hard and not", lengths=(65, 64, 0, 1, 130, 1, 100))
-CHUNK_AFTER_CHUNK = [
+FEW = [
     MIXED.of(name="hard and not"),
     MIXED.of(name="hard and not, one head", HV=1),
     USUAL.of(name="many chunks", T=500, HQ=2, HK=2, HV=4),
     USUAL.of(name="packed, raw, odd", lengths=(5, 0, 64, 1, 130, 0, 0, 77, 64), raw=True, HV=1),
     USUAL.of(name="no decay, many", T=300, decay=None, normalize=False, HV=3),
 ]
-"""For few programs, which go from chunk to chunk. They meet hard chunks after ordinary ones, and
-empty ones. A sequence of one token has no key that repeats."""
+"""To be gone through by two programs: one meets hard chunks after others, and empty ones. A
+sequence of one token has no key that repeats."""

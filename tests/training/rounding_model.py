@@ -1,11 +1,10 @@
-"""A float64 model of the roundings in the backward of prefill with bfloat16. Not a test.
+"""A model of what the backward of prefill rounds with bfloat16, in float64: no test.
 
     python -m tests.training.rounding_model 600
 
-It draws calls for so many seconds and prints how many have a gradient above its bound: "now", with
-what hard chunks keep in two terms, and "before". Before, hard chunks rounded states and operands
-of Bg, and chunks of one token and sequences of one chunk were not hard. docs/kernels/backward.md
-cites its output.
+draws calls for so many seconds and says how many have a gradient above its bound: with what hard
+chunks keep in two terms, and (before) with states and Bg's operands rounded there too, and chunks
+of one token and sequences of one chunk ordinary. docs/kernels/backward.md cites what it said.
 """
 # ruff: noqa: T201
 
@@ -40,7 +39,7 @@ def exactly(x: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, dims: Any) -> Tensor:
-    """Rounded to float16 after a division by a power of two."""
+    """float16, over a power of two."""
     most = x.abs().amax(dims, keepdim=True).clamp(min=1e-300)
     power = torch.exp2(torch.floor(torch.log2(most)) - 13)
     return (x / power).float().to(torch.float16).double() * power
@@ -76,7 +75,7 @@ def repeats(k: Tensor, r: Tensor) -> bool:
 
 
 def gradients(x: dict[str, Tensor], rounds: bool, now: bool = True) -> dict[str, Tensor]:
-    """By chunks, as in docs/kernels/backward.md. ``rounds``: with the kernels' roundings."""
+    """By chunks, docs/kernels/backward.md; ``rounds``: as the kernels do."""
     q, k, v, g, beta, do = (x[n] for n in ("q", "k", "v", "g", "beta", "do"))
     T, scale = q.shape[1], q.shape[2] ** -0.5
     r_q, r_k = ((y.square().sum(-1) + 1e-6).rsqrt() for y in (q, k))

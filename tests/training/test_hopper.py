@@ -10,7 +10,7 @@ from sluice import calls
 from sluice.backends.hopper import prefill_backward
 from sluice.testing.compare import assert_same_bits
 from tests.suite import backends
-from tests.training.hopper_calls import CHUNK_AFTER_CHUNK, FEW, HARD, KINDS, SPLIT, USUAL
+from tests.training.hopper_calls import FEW, HARD, KINDS, SPLIT, USUAL
 from tests.training.kernel_calls import backward_of, check, drawn
 
 pytestmark = [
@@ -41,7 +41,7 @@ def test_gradients_of_split_sequences(call, dtype, monkeypatch):
     calls.forget()
 
 
-@pytest.mark.parametrize("call", CHUNK_AFTER_CHUNK, ids=str)
+@pytest.mark.parametrize("call", FEW, ids=str)
 def test_gradients_by_few_programs(call, monkeypatch):
     """A program of the last kernel goes from chunk to chunk."""
     whole = prefill_backward.plan_of
