@@ -6,8 +6,6 @@ their workspace it needs neither P, N and H nor the sums by pair and by query.
 
 from __future__ import annotations
 
-import torch
-
 from sluice.backends.hopper.prefill import token_tiles
 from sluice.backends.triton import gpu
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
@@ -21,19 +19,10 @@ COLUMNS = 64  # value columns, and rows of a state, per copy
 
 
 def refuse(p: DeltaBackwardSpec) -> str | None:
-    """Why Triton's three kernels must serve a call; None if this one can."""
-    limits = (
-        (p.dtype in (torch.bfloat16, torch.float16), f"bfloat16 or float16, not {p.dtype}"),
-        ((p.K, p.V) == (128, 128), f"K = V = 128, not {p.K} and {p.V}"),
-        (p.beta is not None, "the delta rule"),
-        (p.decay != "key", "decay per head, not per key"),
-        (p.HQ == p.HK, f"as many query heads as key heads, not {p.HQ} and {p.HK}"),
-        (p.HK <= p.HV, f"no more key heads than value heads, not {p.HK} and {p.HV}"),
-        (p.do is not None, "a gradient of the output"),
-        (p.N > 0 and p.T > 0, "at least one token"),
-    )
-    reason = next((text for ok, text in limits if not ok), None)
-    return None if reason is None else f"needs {reason}"
+    """Why Triton's three kernels must follow Hopper's walks in a call; None if this one can."""
+    if p.HQ == p.HK:
+        return None
+    return f"needs as many query heads as key heads, not {p.HQ} and {p.HK}"
 
 
 def gradient_calls(
