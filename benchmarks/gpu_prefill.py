@@ -2,10 +2,11 @@
 
     PYTHONPATH=src:DIR:DIR/nvidia_cutlass_dsl/dsl_packages python benchmarks/gpu_prefill.py
 
-Where FlashInfer is not installed, only sluice is timed. A process per head count compiles and
-checks its rows, all at the same time; then they time them one after another. Outputs and final
-states are compared with the ``chunked`` backend in float32, and what is off is not timed. Sides
-take turns; medians. ``--heads 16/32 8/16`` and ``--lengths 8x1024`` choose rows.
+Where FlashInfer is not installed, only sluice is timed. There is a process per head count. All
+processes compile and check their rows at the same time, and then time them one after another.
+Outputs and final states are compared with the ``chunked`` backend in float32; a side that is off is
+not timed. The two sides take turns, and the table has medians. ``--heads 16/32 8/16`` and
+``--lengths 8x1024`` choose rows.
 """
 # ruff: noqa: T201 (a table on the terminal)
 
@@ -33,7 +34,7 @@ import sluice
 from sluice.bench.machine import conditions
 
 HEADS = ("2/8", "16/32", "16/64", "16/16", "8/16", "8/24", "16/48", "4/16", "4/8", "1/4")
-FIFTEEN = ("2/8", "16/32", "16/64")
+FIFTEEN = ("2/8", "16/32", "16/64")  # with OF_FIFTEEN: the rows measured since the beginning
 LENGTHS = {
     "32768": [32768],
     "8192": [8192],
@@ -89,7 +90,7 @@ def flashinfer(x: dict[str, Tensor], longest: int) -> Run:
 
 
 def wrong(run: Run, x: dict[str, Tensor], wanted: tuple[Tensor, Tensor]) -> str | None:
-    """What is off, or None."""
+    """Which result is off, and by how much; None if none is."""
     pool = x["state"].clone()
     found = run(pool), pool
     for name, a, b in zip(("o", "state"), found, wanted, strict=True):
@@ -108,7 +109,7 @@ def exact(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def timed(runs: dict[str, Run], x: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Microseconds by a graph, and of one eager call with the host's part, of each side."""
+    """Microseconds of each side by a CUDA graph, and of an eager call with the host's part."""
     pool = x["state"].clone()
     graphs = {}
     for name, run in runs.items():
@@ -138,7 +139,7 @@ def timed(runs: dict[str, Run], x: dict[str, Tensor]) -> dict[str, tuple[float, 
 
 
 def child(heads: str, lengths: list[str], lock: Path) -> None:
-    """The rows of one head count: compiled and checked, then, alone, timed."""
+    """Compile and check the rows of one head count; then time them while no other process runs."""
     hk, hv = map(int, heads.split("/"))
     ready = []
     for name in lengths:

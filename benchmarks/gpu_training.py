@@ -213,7 +213,7 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
         {"maxnreg": 168},
     ],
     "local": [{"maxnreg": 96}, {"maxnreg": 80}],
-    "alongside": [{"on": 0}],  # Hopper's, as the next: walks one after the other
+    "alongside": [{"on": 0}],  # on Hopper, like the next: walks one after the other
     "programs": [{"number": 10**6}, {"number": 66}],  # of gradients: one per chunk; half of the SMs
     "segment": [{"tokens": n} for n in (0, 1024, 2048, 4096, 8192, 16384)],
     "two per SM": [{"tokens": n} for n in (0, 1024, 2048, 4096)],
@@ -222,10 +222,10 @@ SKIPPED = {
     "hopper": ("states", "walk", "serial", "two per SM", "pairs", "queries", "keys"),
     "triton": ("alongside", "programs"),
 }
-"""What plans of a backend have no use for."""
+"""Choices that a backend's plan does not have, or does not use."""
 OWN = {"serial": ("states", "walk"), "alongside": ("walk",), "programs": ("gradients",)}
 OWN |= dict.fromkeys(("plan", "segment", "two per SM"), ("",))
-"""The kernels whose times are told of a choice, where they do not have its name."""
+"""For a choice without the name of a kernel: the kernels whose times are printed beside it."""
 
 
 def changed(plan: Any, kernel: str, change: dict[str, int]) -> Any:
@@ -245,8 +245,8 @@ def changed(plan: Any, kernel: str, change: dict[str, int]) -> Any:
 
 
 def plans(name: str, backend: str) -> None:
-    """Microseconds of the backward by a CUDA graph, and of its kernels, by the plan and with one
-    thing changed. Kernels may overlap, so theirs may add up to more."""
+    """Microseconds of the backward by a CUDA graph, and of its kernels: by the plan, then with one
+    thing changed at a time. Kernels may overlap, so their times may add up to more."""
     from sluice.backends.triton import launch
 
     prefill_backward = importlib.import_module(f"sluice.backends.{backend}.prefill_backward")

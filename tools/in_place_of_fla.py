@@ -1,14 +1,13 @@
-"""A pytest plugin: sluice's functions in place of FLA's, before a test file imports them.
+"""A pytest plugin that puts sluice's functions in place of FLA's before a test file imports them.
 
-PYTHONPATH=src:tools python -m pytest -p in_place_of_fla DIR/tests/ops/test_gdn.py
+    PYTHONPATH=src:tools:DIR python -m pytest -p in_place_of_fla DIR/tests/ops/test_gdn.py
 
-For FLA's own tests, of a checkout of its repository; docs/compat.md has the counts.
+DIR is a checkout of FLA's repository. docs/compat.md has the counts of its tests.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 
 import sluice.compat.fla as ours
 
@@ -46,10 +45,7 @@ def replaced() -> dict[str, list[str]]:
         except ModuleNotFoundError:  # a release that keeps it elsewhere
             continue
         for name in NAMES:
-            # a module may have the function's own name
-            if callable(getattr(module, name, None)) and not isinstance(
-                getattr(module, name), ModuleType
-            ):
+            if callable(getattr(module, name, None)):  # not a submodule of that name
                 setattr(module, name, getattr(ours, name))
                 done.setdefault(where, []).append(name)
     return done

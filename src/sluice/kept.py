@@ -12,10 +12,10 @@ from typing import Any
 class Kept:
     """Values by key, as many as ``most``.
 
-    Where it is full, one new value in ``ONE_IN`` is kept, in the place of one drawn at random. So
-    keys in turn, more of them than there is room for, find nearly all that fit. If the value not
-    used for longest made room, they would find none: it is always the next that is asked for. A key
-    that comes to stay is kept after some calls, and those that come once push out few that stay.
+    When it is full, one new value in ``ONE_IN`` is kept, instead of one drawn at random. So if more
+    keys than there is room for come in turn, nearly as many are found as fit. If the value that was
+    not used for longest made room, none would be found: it is always the one needed next. A key
+    that comes often is kept after some calls, and keys that come once push out few of those.
     """
 
     ONE_IN = 8

@@ -75,18 +75,16 @@ def kernel_call(name: str) -> KernelCall:
     return next(call for call in calls if call.kernel == kernel)
 
 
-SPILLS = {"states, 128 columns": 176, "states, 128 columns, own states": 464}
-"""Bytes per thread, of four warpgroups that share the registers of an SM; 64 for kernels that are
-not named. Triton 3.6 spills 144 bytes, none of them in a loop over chunks; Triton 3.8 spills 168.
-Of states without slots Triton 3.8 spills 456 bytes, and touches them five times in its loops.
-"""
+SPILLS: dict[str, int] = {}
+"""Bytes of stack per thread; 64 for kernels that are not named. With Triton 3.6 none has more than
+40."""
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
-    SPILLS = {
-        "states, 128 columns, no norm": 128,
-        "states, 128 columns": 264,
-        "states, 128 columns, own states": 520,
+    SPILLS |= {
+        "states, 128 columns, no norm": 112,
+        "states, 128 columns": 208,
+        "states, 128 columns, own states": 208,
     }
-    """With its newer ptxas: places of threads, of which a chunk loads three words. All but 8 bytes
+    """With its newer ptxas: offsets of threads, of which a chunk loads a few words. Most of them
     come from an option that Triton sets around a fault of ptxas (docs/kernels/triton.md)."""
 
 

@@ -220,7 +220,7 @@ def test_one_thread_at_a_time_reads_the_text_of_kernels(monkeypatch):
     def watched(self: Any) -> Any:
         inside.append(self)
         most.append(len(inside))
-        time.sleep(0.02)  # another thread gets here now, if it may
+        time.sleep(0.02)  # meanwhile another thread would get here, if none stopped it
         try:
             return parse(self)
         finally:

@@ -55,7 +55,7 @@ def test_prefill_is_right_in_16_bits():
 
 @pytest.mark.parametrize("name", ["packed_tail", "packed_raw", "identical_keys"])
 def test_hoppers_prefill_is_right_with_a_value_head_per_key_head(name):
-    """Its parallel half has a kernel for that alone; no case of the contract meets it here."""
+    """Its parallel half has a kernel for this, which no case of the contract runs here."""
     heads = {"Hk": 2, "Hv": 2, "K": 128, "V": 128}
     launched = check(f"prefill/{name}", torch.bfloat16, "sm_90", "hopper", **heads)
     assert launched[0].kernel == "hopper_chunks_warp_kernel"
@@ -76,7 +76,7 @@ def test_hoppers_backward_is_right():
 @pytest.mark.parametrize("call", [SAME, *VANISHING], ids=str)
 @pytest.mark.parametrize("name", ["hopper", "triton"])
 def test_gradients_of_hard_chunks(name, call):
-    """What is kept as two terms there, of bfloat16 alone: no interpreter rounds so."""
+    """bfloat16 alone keeps two terms there, and Triton's interpreter does not round like a GPU."""
     assert backward(call, torch.bfloat16, name)
 
 

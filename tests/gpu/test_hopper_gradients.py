@@ -184,21 +184,11 @@ def test_the_kernel_fits(call, dtype):
     assert hurried(compiled.asm["ptx"]) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"HQ": 2}, "as many query heads as key heads, not 2 and 1"),
-        ({"K": 64}, "K = V = 128, not 64 and 128"),
-        ({"decay": "key"}, "decay per head, not per key"),
-        ({"delta": False}, "the delta rule"),
-    ],
-    ids=str,
-)
-def test_other_calls_are_refused(change, said):
+def test_other_numbers_of_query_heads_are_left_to_tritons_kernels():
     def run():
-        leaves, options = BASE.of(HV=2, **change).make(BFLOAT16)
+        leaves, options = BASE.of(HQ=2, HV=2).make(BFLOAT16)
         return leaves, None, sluice.prefill(**leaves, **options)
 
     with gpu_like("sm_90") as device:
         (spec,) = backward_specs_of(run, device)
-    assert gradients.refuse(spec) == f"needs {said}"
+    assert gradients.refuse(spec) == "needs as many query heads as key heads, not 2 and 1"

@@ -52,7 +52,7 @@ def _run(first: int, steps: int, device: str, seconds: float) -> int:
 
 
 def _shared(given: argparse.Namespace) -> int:
-    """The same by several processes, each with seeds of its own that follow one another."""
+    """The same by several processes. Each runs a part of the seeds."""
     episodes = -(-given.steps // episode.STEPS)
     workers = min(given.workers, episodes)
     running = []

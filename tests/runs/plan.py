@@ -68,8 +68,8 @@ class Plan:
 
 
 GPU_PLANS = 16
-"""On a GPU, sizes and options are drawn so many times, as each draw compiles some fifty kernels.
-Weights, values and actions are the episode's own."""
+"""On a GPU there are only so many draws of sizes and options, because each compiles about fifty
+kernels. Weights, values and actions are still the episode's own."""
 
 
 def plan(seed: int, device: str = "cpu") -> Plan:

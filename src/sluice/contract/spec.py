@@ -301,7 +301,7 @@ class PassSpec(DeltaSpec):
         return max(-(-self.T // self.segment), 1)
 
     def prefill(self, **changed: Any) -> DeltaSpec:
-        """An ordinary prefill with the same tensors and options, but for those ``changed``."""
+        """An ordinary prefill with the same tensors and options, except those ``changed``."""
         names = (*DeltaSpec.TENSORS, *DeltaSpec.OPTIONS)
         return DeltaSpec(op="prefill", **({n: getattr(self, n) for n in names} | changed))
 

@@ -5,10 +5,11 @@ piece is affine in that of the state after it, with the same transition:
 
     dX_before = dX_after M + Z                                                         (X4)
 
-Z is what the piece's own outputs ask of the state before it. Every rank computes its Z, all ranks
-exchange Z and the transition that the forward pass made, and each then knows the gradient of the
-state that it hands on. A second backward pass over its own tokens uses it. Parameters get this
-rank's part of their gradients: sum them over the ranks, as for data that is divided.
+Z is the gradient of the state before the piece that comes from the piece's own outputs. Every rank
+computes its Z, and all ranks exchange Z and the transition that the forward pass made. Then each
+knows the gradient of the state that it hands on, and uses it in a second backward pass over its own
+tokens. Parameters get this rank's part of their gradients: sum them over the ranks, as for data
+that is divided.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class _Conv:
         return self.made
 
     def backward(self, *grads: Tensor) -> list[Any]:
-        """Gradients of inputs and parameters, with what later ranks ask of the last inputs."""
+        """Gradients of inputs and parameters. Those of the last inputs include later ranks'."""
         leaves = [*self.leaves, self.windows]
         *found, dwindow = _gradients(self.made, [d.contiguous() for d in grads], leaves)
         if not self.split.crossing or found[0] is None:

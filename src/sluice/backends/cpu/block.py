@@ -73,7 +73,7 @@ class Fields:
 
 
 class Block:
-    """The memory of a block: a template that is complete but for the addresses of tensors."""
+    """The memory of a block: a template in which only the addresses of tensors are missing."""
 
     __slots__ = ("__weakref__", "memory", "team", "where")
 

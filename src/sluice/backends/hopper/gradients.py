@@ -1,13 +1,12 @@
 """The last kernel of the backward of prefill on Hopper: gradients of queries, keys and gates.
 
-It takes the place of three of Triton's kernels (``triton/prefill_backward.py``): pairs, queries and
-keys. Of their workspace it needs no P, N, H, nor sums by pair and by query.
+It replaces three of Triton's kernels (``triton/prefill_backward.py``): pairs, queries and keys. Of
+their workspace it needs neither P, N and H nor the sums by pair and by query.
 """
 
 from __future__ import annotations
 
-import torch
-
+from sluice.backends.hopper.prefill import token_tiles
 from sluice.backends.triton import gpu
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.prefill_arguments import units_of
@@ -20,27 +19,18 @@ COLUMNS = 64  # value columns, and rows of a state, per copy
 
 
 def refuse(p: DeltaBackwardSpec) -> str | None:
-    """What the kernel does not do: Triton's three do it."""
-    limits = (
-        (p.dtype in (torch.bfloat16, torch.float16), f"bfloat16 or float16, not {p.dtype}"),
-        ((p.K, p.V) == (128, 128), f"K = V = 128, not {p.K} and {p.V}"),
-        (p.beta is not None, "the delta rule"),
-        (p.decay != "key", "decay per head, not per key"),
-        (p.HQ == p.HK, f"as many query heads as key heads, not {p.HQ} and {p.HK}"),
-        (p.HK <= p.HV, f"no more key heads than value heads, not {p.HK} and {p.HV}"),
-        (p.do is not None, "a gradient of the output"),
-        (p.N > 0 and p.T > 0, "at least one token"),
-    )
-    reason = next((text for ok, text in limits if not ok), None)
-    return None if reason is None else f"needs {reason}"
+    """Why Triton's three kernels must follow Hopper's walks in a call; None if this one can."""
+    if p.HQ == p.HK:
+        return None
+    return f"needs as many query heads as key heads, not {p.HQ} and {p.HK}"
 
 
 def gradient_calls(
     p: DeltaBackwardSpec, memory: Binding, w: Parts, programs: int = 0
 ) -> list[KernelCall]:
-    """The launch that makes dq, dk, dbeta and dg of what both walks left in the workspace.
+    """The launch that makes dq, dk, dbeta and dg from what both walks left in the workspace.
 
-    By so many programs, each of which goes through several chunks; 0: by one per SM.
+    ``programs``: at most so many, each of which goes from chunk to chunk; 0: one per SM.
     """
     chunks = units_of(p, CHUNK, tail=True) * p.HK
     values = (p.B * p.T, p.HV * p.V), (p.HV * p.V, 1), (CHUNK, COLUMNS)
@@ -51,9 +41,9 @@ def gradient_calls(
         return None if part is None else Tiles(part.source, part.dtype, *of)
 
     arguments = {
-        "q_desc": _tokens(p, "q", p.K),
-        "k_desc": _tokens(p, "k", p.K),
-        "do_desc": _tokens(p, "do", COLUMNS),
+        "q_desc": token_tiles(p, "q", p.K),
+        "k_desc": token_tiles(p, "k", p.K),
+        "do_desc": token_tiles(p, "do", COLUMNS),
         "e_desc": tiles(w.e, values),
         "y_desc": tiles(w.y, values),
         "e_low_desc": tiles(w.e_low, values),
@@ -94,10 +84,3 @@ def gradient_calls(
     options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
     grid = min(chunks, programs or gpu.processors(p.device))
     return [KernelCall(GRADIENTS, grid, options, arguments)]
-
-
-def _tokens(p: DeltaBackwardSpec, name: str, width: int) -> Tiles:
-    """A tensor [B, T, heads, width of a head] as a matrix of tokens, in tiles of a chunk."""
-    meta = getattr(p, name)
-    shape = (p.B * p.T, meta.shape[2] * meta.shape[3])
-    return Tiles(name, meta.dtype, shape, (meta.strides[1], 1), (CHUNK, width))

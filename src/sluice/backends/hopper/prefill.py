@@ -16,6 +16,7 @@ from sluice.backends.triton import prefill as portable
 from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, Pointer, Tiles
 from sluice.backends.triton.launch import Launches
 from sluice.backends.triton.prefill_arguments import WHOLE, checkpoints, pool, units_of
+from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 from sluice.contract.spec import DeltaSpec
 
@@ -39,7 +40,7 @@ BLOCK_V, one chunk of a segment's effect, one join, one more launch."""
 class Plan(NamedTuple):
     """How a call is cut: tokens per segment (0: none is split), value columns per program.
 
-    ``programs``: the most programs of the serial half. None: one per SM; 0: one per item.
+    ``programs``: at most so many programs of the serial half. None: one per SM; 0: one per item.
     """
 
     segment: int
@@ -123,7 +124,7 @@ class Parts(NamedTuple):
     g2: Pointer | None  # [HV, ..] float32: cumulative log2 decay in the chunk; None without g
     r_k: Pointer | None  # [HK, ..] float32: inverse lengths of the keys; None without norm
     hard: Pointer  # [HK, ..] int8, at a chunk's first token: whether its Ag is float16
-    taken: Pointer  # [1] int32: items that programs of the serial half took after their first
+    taken: Pointer  # [1] int32: items that programs of the serial half have taken after their first
 
 
 def has_tails(p: DeltaSpec) -> bool:
@@ -171,7 +172,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     return _call(
         kernel,
         (units + tails(p)) * programs,
-        k_desc=_tiles(p, "k", p.K),
+        k_desc=token_tiles(p, "k", p.K),
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
@@ -232,11 +233,11 @@ def states_call(
     return _call(
         STATE,
         min(number, programs or number),
-        q_desc=_tiles(p, "q", COPY_WIDTH),
-        k_desc=_tiles(p, "k", COPY_WIDTH),
-        v_desc=_tiles(p, "v", COPY_WIDTH),
+        q_desc=token_tiles(p, "q", COPY_WIDTH),
+        k_desc=token_tiles(p, "k", COPY_WIDTH),
+        v_desc=token_tiles(p, "v", COPY_WIDTH),
         ag_desc=_ag_tiles(p, parts),
-        o_desc=_tiles(p, _out(p), COPY_WIDTH),
+        o_desc=token_tiles(p, _out(p), COPY_WIDTH),
         o_ptr=memory[_out(p)],
         beta32_ptr=parts.beta32,
         g2_ptr=parts.g2,
@@ -288,7 +289,7 @@ def _ag_tiles(p: DeltaSpec, parts: Parts) -> Tiles:
     return Tiles(parts.ag.source, p.dtype, shape, strides, (CHUNK, CHUNK))
 
 
-def _tiles(p: DeltaSpec, name: str, width: int) -> Tiles:
+def token_tiles(p: DeltaSpec | DeltaBackwardSpec, name: str, width: int) -> Tiles:
     """A tensor [B, T, heads, width of a head] as a matrix of tokens, in tiles of a chunk."""
     meta = getattr(p, name)
     columns = meta.shape[2] * meta.shape[3]

@@ -93,7 +93,7 @@ class DamagedKernelError(RuntimeError):
 
 
 def _is_whole(manifest: dict[str, Any]) -> bool:
-    """Whether a manifest has all that is asked of it later, but for the kernels' own entries."""
+    """Whether a manifest has all fields that are read later, except the kernels' own entries."""
     targets, parameters = manifest.get("targets"), manifest.get("parameters")
     return (
         isinstance(targets, dict)

@@ -149,11 +149,11 @@ _reading = threading.RLock()
 
 @functools.cache
 def _one_at_a_time(base: Any) -> Any:
-    """A kind of source whose text one thread reads at a time.
+    """A subclass of ``base``, a kind of source: only one thread at a time reads the kernel's text.
 
     Python 3.11 before 3.11.8 and 3.12 before 3.12.2 count the depth of syntax trees for all threads
-    together, and raise SystemError when two threads parse at once. What follows, LLVM and ptxas,
-    takes most of the time and runs side by side.
+    together, and raise SystemError when two threads parse at once. LLVM and ptxas come later, take
+    most of the time, and still run side by side.
     """
 
     class Source(base):  # type: ignore[misc]

@@ -1,15 +1,15 @@
 """The warps of hopper_walk_kernel that hold X: 64 value columns, through all chunks of a program.
 
 backward_walk_kernel.py has the equations. Products run in the order in which they are issued, so
-one that nothing waits for (Pᵀ dO, Qᵀ dO) is issued after the one that the chain waits for.
+those that the chain does not wait for (Pᵀ dO, Qᵀ dO) are issued after those that it waits for.
 
-Chunks are alike but for two kinds. The last chunk of a sequence may be short: what follows in its
-tiles is another sequence's, and becomes zeros. Hard chunks (triton/kernels/backward_chunks.py) have
-low terms: of P, of X where it meets keys, of what Bg multiplies and of all that X takes, which are
-more products; and of X and E or Y, which are stored.
+Two kinds of chunks are special. The last chunk of a sequence may be short: the rest of its tiles
+belongs to another sequence, and is overwritten with zeros. In hard chunks
+(triton/kernels/backward_chunks.py) P, X as a factor of keys, the operand of Bg, and the updates of
+X have low terms, which take more products. The low terms of X, and of E or Y, are stored too.
 """
 
-# ruff: noqa: SIM102 (what a pointer decides is an if of its own)
+# ruff: noqa: SIM102 (constexpr branches stay apart)
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run_walk(args, sizes):
         t = token_of(i, chunks, sizes)
         count = gl.minimum(args.tokens - t, C)
         this_hard = hard
-        hard = is_hard(args, i + 1, chunks, sizes)  # a chunk ahead: memory is far away
+        hard = is_hard(args, i + 1, chunks, sizes)  # loaded a chunk ahead of its use
         mbarrier.wait(args.barriers.tiles_ready.index(stage), phase)
         mbarrier.wait(args.barriers.factors_ready.index(stage), phase)
         if count < C:
@@ -216,7 +216,7 @@ def zero_tiles(tiles, sizes, stage, count):
 
 @gluon.jit
 def add_low_updates(X, d, args, sizes, stage):
-    """What X takes from a hard chunk, in two terms: the low ones."""
+    """Add the low terms of the updates of X in a hard chunk."""
     left_k: gl.constexpr = left_operand(sizes.K)
     tiles = args.tiles
     dtype: gl.constexpr = tiles.k.dtype
@@ -233,7 +233,7 @@ def add_low_updates(X, d, args, sizes, stage):
 
 @gluon.jit
 def add_low_state(u, X, args, sizes, k_smem, t, count):
-    """K X with the low terms of X, of a hard chunk; stores them.
+    """Add K times the low term of X to K X, in a hard chunk, and store that term.
 
     triton/kernels/backward_walk.py says why.
     """
@@ -242,7 +242,7 @@ def add_low_state(u, X, args, sizes, k_smem, t, count):
     if not sizes.EFFECT:
         if args.x_low_ptr is not None:
             row_x = args.row_x + (t // C) * args.step_x
-            # 0, which the compiler does not know: else it would keep the offsets in registers
+            # 0, but the compiler cannot know: otherwise it would keep the offsets in registers
             at = state_offsets(gl.minimum(count, 0), sizes.K, sizes.V, False)
             gl.store(args.x_low_ptr + row_x.to(gl.int64) * sizes.K + at, rest, mask=at >= 0)
     return warpgroup_mma(gl.convert_layout(rest, left_operand(C)), k_smem.permute((1, 0)), u)
@@ -250,7 +250,7 @@ def add_low_state(u, X, args, sizes, k_smem, t, count):
 
 @gluon.jit
 def add_low_pairs(r, v_left, args, t, count):
-    """dOᵀ P with the low terms of P, of a hard chunk."""
+    """Add dOᵀ times the low terms of P to dOᵀ P, in a hard chunk."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, layout)), 1)
     columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0)

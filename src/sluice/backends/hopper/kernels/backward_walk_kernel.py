@@ -7,8 +7,8 @@ state_kernel.py, a chunk of C = 64 tokens is (docs/kernels/backward.md, (G10) an
     E = R − Bg (beta R)                           Y  = dD − Bgᵀ (beta dD)
     X <- e^γ_C X + Kᵀ (e^(γ_C−γ) beta E)          X <- e^γ_C X + Qᵀ (s e^γ dO) − Kᵀ (e^γ beta Y)
 
-so both are one kernel: a product with keys, one with Bg, and an update of X, each of which waits
-for the one before it. X is stored before it is changed, and so are E, or Y and dV = beta Y.
+so both are one kernel: a product with keys, one with Bg, and an update of X, each of which needs
+the one before it. X is stored before the update, and so are E, or Y and dV = beta Y.
 
 A program owns 64 value columns of one value head over one segment of a sequence. One warp brings
 tiles by TMA and factors, STAGES chunks ahead (backward_walk_loader.py); four warps hold X
@@ -20,10 +20,11 @@ their low terms take no registers from the others.
 With EFFECT nothing is stored but X after a segment that began with zeros; forward also from the
 identity and without values, which is the segment's transition (G11).
 
-Neither walk reads what the other writes. So the walk back runs beside the one forward, on SMs that
-it leaves free (ALONGSIDE). Its programs start when all of the kernel before have started, which is
-after all kernels before that one are done: the walk forward waits for them first. The walk back
-waits for the walk forward at its end, so that who waits for it waits for both.
+Neither walk reads what the other writes. So the walk back runs beside the walk forward, on SMs that
+the latter leaves free (ALONGSIDE). A program of the walk back starts once all programs of the walk
+forward have started and have waited for all kernels before them. So its own inputs are complete.
+The walk back waits for the walk forward only at its end, so that a kernel that waits for the walk
+back waits for both.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def hopper_walk_kernel(
     )  # fmt: skip
     gl.warp_specialize([(run_walk, (walk, sizes)), (run_walk_loader, (loader, sizes))], [1], [32])
     if ALONGSIDE:  # noqa: SIM102 (a constexpr branch stays apart)
-        if live | (pid == 0):  # one program would do; the others need not hold their SM
+        if live | (pid == 0):  # one program is enough: programs without tokens leave their SM
             gdc_wait()
 
 

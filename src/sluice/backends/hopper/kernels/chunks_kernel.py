@@ -1,12 +1,13 @@
 """The parallel half of chunked prefill on Hopper, in Gluon: one program makes Ag of a chunk.
 
 A program owns a chunk of C = 64 tokens of one or two key heads. It makes K Kᵀ once, and then, for
-four value heads at a time, one per warp (chunks_warp_kernel.py where key heads have one each),
+four value heads at a time, one per warp,
 
     A  = (I + L)⁻¹                                 L = strictLower(diag(beta) K Kᵀ)
     Ag = G ∘ A                                     G_ij = exp(γ_i - γ_j), 0 above the diagonal
 
 with γ the cumulative log decay in the chunk (docs/kernels/symbols.md). chunks_inverse.py makes A.
+Where each key head has one value head, chunks_warp_kernel.py serves instead.
 
 Ag is a 16-bit operand with ones on its diagonal. It does not contain beta: rounded with Ag, beta
 would have the same error in every token with the same beta. It is passed on in float32 instead.

@@ -1,9 +1,9 @@
 """The inverse of hopper_chunks_warp_kernel: A = (I + L)⁻¹ of one value head, by one warp.
 
 The equations are those of chunks_inverse.py. K Kᵀ stays in registers, as the accumulators of its
-blocks of 16 x 16: such an accumulator is a left operand as it lies, and its transpose a right one.
-Shared memory holds its diagonal blocks, whose rows every column needs, and A_d as two float16
-terms, transposed: rows of A_dᵀ are columns of A_d, of which a thread has two.
+blocks of 16 x 16. Such an accumulator has the layout of a left operand, and its transpose that of a
+right one. Shared memory holds the diagonal blocks, because every column needs their rows, and A_d
+as two float16 terms. These are transposed: a thread has two columns of A_d, which are rows of A_dᵀ.
 """
 
 # ruff: noqa: RUF005 (Triton has no tuple unpacking)
@@ -75,8 +75,8 @@ def right(x_t):
 def products_of_keys(k_smem, K: gl.constexpr):
     """K Kᵀ: its ten blocks [16, 16] on and above the diagonal, row by row.
 
-    Both operands are loaded. Registers of a left operand lie in another order than those of a right
-    one, so a load is cheaper than four copies.
+    Keys are loaded twice, as left and as right operands: these differ in the order of their
+    registers, and a load is cheaper than four copies.
     """
     kks = ()
     for _ in gl.static_range(10):

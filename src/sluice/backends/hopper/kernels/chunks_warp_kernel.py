@@ -1,11 +1,11 @@
 """The parallel half of chunked prefill on Hopper where each key head has one value head.
 
-What it computes is what chunks_kernel.py computes. A program is one warp. It owns a chunk of
-C = 64 tokens of one head and makes K Kᵀ in registers. No warp waits for another, and none is idle,
-as half of the warps of chunks_kernel.py would be.
+It computes what chunks_kernel.py computes. A program is one warp. It owns a chunk of C = 64 tokens
+of one head and makes K Kᵀ in registers. No warp waits for another, and none is idle: a program of
+chunks_kernel.py has four warps, one per value head, and some of them would have none here.
 
-The tile of K has 16 kB. Once K Kᵀ is made, the same memory holds the diagonal blocks of K Kᵀ, the
-two terms of A_d, and Ag, which leaves by TMA. So twelve programs fit on an SM.
+The tile of K takes 16 kB. Once K Kᵀ is made, the same memory holds its diagonal blocks, the two
+terms of A_d, and Ag, which TMA stores. So twelve programs fit on an SM.
 """
 
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
@@ -35,7 +35,10 @@ from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 @gluon.constexpr_function
 def diagonal_layout():
-    """Ag in shared memory, as TMA stores it: block (i, j) of [4, 4, 16, 16] is (i xor j, i)."""
+    """Ag in shared memory, as TMA stores it, as [4, 4, 16, 16]: block (i, j) is at [i xor j, i].
+
+    So the diagonal blocks are at [0, i].
+    """
     inner = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]]
     outer = [[1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 1, 8], [1, 0, 2, 0], [2, 0, 4, 0], [0, 0, 8, 0]]
     return gl.SharedLinearLayout([*inner, *outer, [1, 1, 0, 0], [2, 2, 0, 0]])
@@ -57,7 +60,7 @@ def diagonal_layout():
 def hopper_chunks_warp_kernel(
     k_desc,  # [B * T, HK * K], block [C, K]
     ag_desc,  # [B * T, HV * C], block [C, C]
-    g_ptr,  # as in chunks_kernel.py, all of the following
+    g_ptr,  # this and all that follow: as in chunks_kernel.py
     A_log_ptr,
     dt_bias_ptr,
     beta_ptr,
@@ -152,7 +155,7 @@ def hopper_chunks_warp_kernel(
         beta_smem = gl.allocate_shared_memory(gl.float32, [C], gate_layout)
         g2_blocks = reinterpret(g2_smem, gl.float32, [4, 16], blocks_layout)
         beta_blocks = reinterpret(beta_smem, gl.float32, [4, 16], blocks_layout)
-        # in the place of K: Ag, diagonal blocks of K Kᵀ, A_d
+        # in the memory of K, once K Kᵀ is made: Ag; diagonal blocks of K Kᵀ; A_d (in invert)
         ag_smem = k_smem.slice(0, C, 1)
         kk_blocks = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], kk_layout()).index(2)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -194,7 +197,7 @@ def hopper_chunks_warp_kernel(
 
 @gluon.jit
 def read_gates(gates, token, head, count):
-    """g and beta of a value head as they are given."""
+    """g and beta of a value head as given; zeros after ``count`` tokens."""
     on = token < count
     at = token.to(gl.int64) * gates.stride_beta_t + head * gates.stride_beta_h
     beta = gl.load(gates.beta_ptr + at, mask=on, other=0.0).to(gl.float32)
@@ -223,7 +226,7 @@ def finish_gates(gates, g, beta, token, head, count):
 
 @gluon.jit
 def clear_rows(k_smem, count, K: gl.constexpr):
-    """Zeros in the place of keys from ``count`` on."""
+    """Overwrite keys from ``count`` on with zeros."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
     for first in gl.static_range(0, C, 16):
         rows = k_smem.slice(first, 16, 0)
@@ -243,9 +246,9 @@ def diagonal(kk):
 
 @gluon.jit
 def normalized(kks, room, r_k_ptr, token, count):
-    """K Kᵀ of normalised keys. Their inverse lengths, from its diagonal, go to memory.
+    """K Kᵀ of normalised keys. Stores the keys' inverse lengths, which its diagonal gives.
 
-    ``room`` [C]: shared memory for them.
+    ``room``: shared memory [C] for these lengths.
     """
     for b in gl.static_range(4):
         r_k = gl.rsqrt(diagonal(kks[4 * b - b * (b - 1) // 2]) + NORM_EPS)
@@ -268,7 +271,7 @@ def normalized(kks, room, r_k_ptr, token, count):
 def keys_repeat(kks, NORMALIZE_QK: gl.constexpr):
     """Whether the keys nearly repeat: the rule of chunks_hard.py, over the upper half of K Kᵀ.
 
-    Chunks without any close pair are told by one comparison.
+    If a chunk has no close pair, one comparison says so, and nothing is counted.
     """
     row = along(0, 16, block(), 2)
     column = along(1, 16, block(), 2)
@@ -297,9 +300,9 @@ def keys_repeat(kks, NORMALIZE_QK: gl.constexpr):
 
 @gluon.jit
 def largest_of(x):
-    """The largest of a block of numbers that are not negative; as integers their order is the same.
+    """The largest of a block of numbers that are not negative.
 
-    One instruction reduces integers over a warp.
+    Read as integers they have the same order, and one instruction reduces integers over a warp.
     """
     bits = gl.max(gl.reshape(x.to(gl.int32, bitcast=True), [256]), axis=0)
     return bits.to(gl.float32, bitcast=True)
@@ -309,7 +312,7 @@ def largest_of(x):
 def keep_ag(
     ag_smem, a, a_d, g2_smem, g2_blocks, DECAY: gl.constexpr, HARD: gl.constexpr,
 ):  # fmt: skip
-    """Put Ag into shared memory, but for the zeros above its diagonal blocks."""
+    """Put Ag into shared memory: first with zeros for its diagonal blocks, then these blocks."""
     dtype: gl.constexpr = ag_smem.dtype
     layout: gl.constexpr = columns()
     row = along(1, 16, layout, 3)

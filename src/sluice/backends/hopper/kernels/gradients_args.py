@@ -25,16 +25,20 @@ class Tiles:
 
 @aggregate
 class Sums:
-    """Numbers per token in shared memory: decays, and what is asked of them; float32."""
+    """Numbers per token in shared memory, float32: decays, and the terms of their gradients.
 
-    columns: gl.shared_memory_descriptor  # 0 to C - 1, int32
+    A read of the state has a term in dg of its own token and of those before it in the chunk
+    ("asks"), a write in dg of the tokens after it ("wrote").
+    """
+
+    columns: gl.shared_memory_descriptor  # int32: 0 to C - 1
     g2: gl.shared_memory_descriptor  # pairs: γ in powers of two
     by_column: gl.shared_memory_descriptor  # pairs: beta r_k
-    by_pair: gl.shared_memory_descriptor  # pairs: pairs of tokens that span each token
-    by_query: gl.shared_memory_descriptor  # queries: what each output asks
+    by_pair: gl.shared_memory_descriptor  # pairs: sums over the pairs of tokens that span a token
+    by_query: gl.shared_memory_descriptor  # queries: what is asked by the output of each token
     kept: gl.shared_memory_descriptor  # queries: parts of the overlap of S and dS
-    asked: gl.shared_memory_descriptor  # keys: what is read from each token on
-    wrote: gl.shared_memory_descriptor  # keys: what was written before each token
+    asked: gl.shared_memory_descriptor  # keys: what is asked by the read of each token
+    wrote: gl.shared_memory_descriptor  # keys: the term of the write of each token
 
 
 @aggregate
@@ -43,7 +47,7 @@ class Barriers:
 
     chunk_ready: gl.shared_memory_descriptor  # loader: a chunk is described
     keys_loaded: gl.shared_memory_descriptor  # loader: q and k have arrived
-    keys_ready: gl.shared_memory_descriptor  # queries: no other sequence's tokens are in them
+    keys_ready: gl.shared_memory_descriptor  # queries: other sequences' tokens in them are zeros
     keys_free: gl.shared_memory_descriptor  # all three groups
     rows_ready: gl.shared_memory_descriptor  # loader, by place
     rows_free: gl.shared_memory_descriptor  # all three groups, by place
@@ -153,9 +157,11 @@ class Chunk:
 
 @aggregate
 class Place:
-    """Where rows lie: one of two places. Each has a bit in ``phases``, of its mbarriers.
+    """The place that comes next, of the two for rows.
 
-    The low terms of a hard chunk lie in the second place, its rows always in the first.
+    Each place has a bit in ``phases``: the phase of its mbarriers.
+
+    The rows of a hard chunk always lie in the first place, and their low terms in the second.
     """
 
     number: gl.tensor
@@ -169,7 +175,7 @@ def first_place(zero):
 
 @gluon.jit
 def place_of(place, is_hard):
-    """The place of a head's rows, given the one whose turn it is."""
+    """The place of a head's rows: the one that comes next, but in a hard chunk the first."""
     return gl.where(is_hard, 0, place.number)
 
 
@@ -181,14 +187,14 @@ def phase_of(place, number):
 
 @gluon.jit
 def next_place(place, is_hard):
-    """The place whose turn it is after a head."""
+    """The place that comes next after a head, which has used one place or, if hard, both."""
     used = gl.where(is_hard, 3, 1 << place.number)
     return Place(gl.where(is_hard, 0, place.number ^ 1), place.phases ^ used)
 
 
 @gluon.jit
 def put_chunk(shared, chunk, unit, batch, t):
-    """Describe a chunk to the other warps: also its number in the grid, and where g has it."""
+    """Describe a chunk to the other warps; for a raw gate also its unit, batch row and token."""
     at = (chunk.number % CHUNKS) * NUMBERS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     is_hard = chunk.is_hard.to(gl.int32)

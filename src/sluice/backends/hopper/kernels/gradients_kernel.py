@@ -8,20 +8,22 @@ the inverse lengths of queries and keys, D = beta E and dV = beta Y:
     r_q dQ̂ = s r_q e^γ dO Sᵀ + N K
     r_k dK̂ = Nᵀ Q + (H + Hᵀ) K + r_k e^(γ_C−γ) D dSᵀ − r_k e^γ dV Sᵀ
 
-A program goes from chunk to chunk of one key head, which is a query head too, and in each over its
-value heads. It has warps of four roles. The loader, one warp, brings tiles by TMA, into the next
-chunk (gradients_loader.py). Three groups of four warps compute: one makes N, H and dbeta, a head
-ahead of the others (gradients_pairs.py), one dQ and dg (gradients_queries.py), one dK
-(gradients_keys.py). N and H pass through shared memory, and never leave it.
+A program goes from chunk to chunk of one key head, which is a query head too, and in each chunk
+through that head's value heads. It has warps of four roles. The loader, one warp, brings tiles by
+TMA, those of the next chunk included (gradients_loader.py). Three groups of four warps compute: one
+makes N, H and dbeta, a head ahead of the others (gradients_pairs.py), one dQ and dg
+(gradients_queries.py), one dK (gradients_keys.py). N and H pass from group to group in shared
+memory; they are not stored to memory.
 
 dQ and dK are summed over heads in registers, in the order of the heads.
 
-Every product has both operands in shared memory, but for the pairs' two terms, which are in
-registers as their product made them: none is transposed there (docs/kernels/backward.md).
+Every product has both operands in shared memory, except the sums over pairs of tokens: their left
+operands are in registers, in the layout in which products made them. No operand is transposed in
+registers (docs/kernels/backward.md).
 
-In a hard chunk (backward_chunks.py) E, Y and N are two terms each. Rows have one place then, and
-the low terms lie in the other. What the low terms of S and dS add to dg has been made before
-(triton/kernels/backward_lows.py).
+In a hard chunk (triton/kernels/backward_chunks.py) E, Y and N are two terms each. Its rows use only
+the first of two places, and the low terms use the other. What the low terms of S and dS add to dg
+was made before (triton/kernels/backward_lows.py).
 """
 
 from __future__ import annotations

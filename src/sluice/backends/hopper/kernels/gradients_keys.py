@@ -1,8 +1,8 @@
 """The keys role of hopper_gradients_kernel: four warps make dK.
 
-gradients_kernel.py has the equations. Each half of dK takes what it gets from the states and, at
-once, the products of N and H: ptxas would put off sums that no product waits for, and keep their
-terms.
+gradients_kernel.py has the equations. Each half of dK takes its terms from the states and right
+after them those from N and H: ptxas would postpone sums that no product waits for, and keep their
+terms in registers.
 """
 # ruff: noqa: SIM102 (constexpr branches stay apart)
 
@@ -25,7 +25,6 @@ from sluice.backends.hopper.kernels.gradients_args import (
     phase_of,
     place_of,
 )
-from sluice.backends.hopper.kernels.gradients_loader import low_e
 from sluice.backends.hopper.kernels.gradients_parts import (
     DSTATE,
     STATE,
@@ -33,6 +32,7 @@ from sluice.backends.hopper.kernels.gradients_parts import (
     Y,
     key_columns,
     load_keys,
+    low_e,
     multiply_state,
     nothing_of,
     per_token,
@@ -120,8 +120,10 @@ def run_keys(args):
 
 @gluon.jit
 def use_states(args, dk, k_smem, fade_out, fade_in, chunk, place, nothing, half: gl.constexpr):
-    """Add what keys write into the state after the chunk and read of the one before it to half of
-    dK; what each of it asks of decays."""
+    """Add D dSᵀ and dV Sᵀ, what keys write into states and read from them, to half of dK.
+
+    Returns that half, and the terms of dg that come from writes and from reads.
+    """
     tiles = args.shared.tiles
     write = multiply_state(tiles, place, nothing, E, DSTATE, half)
     read = multiply_state(tiles, place, nothing, Y, STATE, half)

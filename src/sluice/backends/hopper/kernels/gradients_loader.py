@@ -1,6 +1,6 @@
 """The loader role of hopper_gradients_kernel: one warp finds chunks and brings their tiles.
 
-The rows of a head are asked for before the states of the head before it: pairs begin with them.
+The rows of a head are asked for early, in time for the group of pairs, which is a head ahead.
 """
 # ruff: noqa: SIM102 (constexpr branches stay apart)
 
@@ -21,6 +21,7 @@ from sluice.backends.hopper.kernels.gradients_args import (
     place_of,
     put_chunk,
 )
+from sluice.backends.hopper.kernels.gradients_parts import low_e, low_y
 from sluice.backends.hopper.kernels.work_units import unit_span
 
 
@@ -58,9 +59,9 @@ def run_loader(args):
 
 @gluon.jit
 def find_chunk(args, pid, number):
-    """Find the next chunk with tokens from ``pid`` on, and describe it to the other warps.
+    """Find the next chunk with tokens, from ``pid`` on, and describe it to the other warps.
 
-    Returns its place among the states too.
+    Returns its number, the chunk, and its index among the stored states.
     """
     HK = args.shared.HK
     row, count, seq, t = chunk_at(args, pid)
@@ -92,7 +93,8 @@ def find_chunk(args, pid, number):
 
 @gluon.jit
 def chunk_at(args, pid):
-    """The first token of a chunk, how many it has, its sequence; its token in the batch's row."""
+    """A chunk's first token, its number of tokens, its sequence, and its first token in the batch
+    row."""
     unit = gl.minimum(pid, args.chunks - 1) // args.shared.HK
     seq, start, number, end = unit_span(unit, args.cu_seqlens_ptr, args.N, args.T, C)
     row = start + number * C
@@ -143,21 +145,3 @@ def copy_states(args, chunk, slot, head):
         part = [row + half * GROUP_V, 0]
         async_load(args.before_desc, part, ready, shared.tiles.states.index(2 * half))
         async_load(args.after_desc, part, ready, shared.tiles.states.index(2 * half + 1))
-
-
-@gluon.jit
-def low_e(tiles, half: gl.constexpr, nothing):
-    """Where the low terms of E lie: half of their columns."""
-    return tiles.rows.index(6 + half + nothing)
-
-
-@gluon.jit
-def low_y(tiles, half: gl.constexpr, nothing):
-    """Where the low terms of Y lie."""
-    return tiles.rows.index(8 + half + nothing)
-
-
-@gluon.jit
-def low_n(tiles, nothing):
-    """Where the low term of N lies."""
-    return tiles.rows.index(10 + nothing)

@@ -1,7 +1,7 @@
 """The pairs role of hopper_gradients_kernel: four warps make N, H and dbeta.
 
-gradients_kernel.py has the equations. N and H go to shared memory, from which the other groups
-multiply them. What pairs of tokens ask of decays is N ∘ Q Kᵀ + H ∘ K Kᵀ, in float32.
+gradients_kernel.py has the equations. N and H go to shared memory, where the other groups use them
+as operands. Pairs of tokens add N ∘ Q Kᵀ + H ∘ K Kᵀ to the gradients of decays, in float32.
 """
 # ruff: noqa: SIM102 (constexpr branches stay apart)
 
@@ -25,11 +25,13 @@ from sluice.backends.hopper.kernels.gradients_args import (
     phase_of,
     place_of,
 )
-from sluice.backends.hopper.kernels.gradients_loader import low_e, low_n, low_y
 from sluice.backends.hopper.kernels.gradients_parts import (
     DO,
     E,
     Y,
+    low_e,
+    low_n,
+    low_y,
     nothing_of,
     per_token,
     rows_of,
@@ -37,6 +39,7 @@ from sluice.backends.hopper.kernels.gradients_parts import (
     wait_for_keys,
 )
 from sluice.backends.hopper.kernels.layouts import accumulator, left_operand
+from sluice.backends.hopper.kernels.state_groups import row_scale
 
 
 @gluon.jit
@@ -105,7 +108,7 @@ def run_pairs(args):
 
 @gluon.jit
 def load_factors(args, chunk, head):
-    """beta r_k and scale r_q of each token, beta, and γ: long before they are needed."""
+    """beta r_k and scale r_q of each token, beta, and γ; loaded long before they are needed."""
     shared = args.shared
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator(C))
     head_v = chunk.head_k * shared.heads + head
@@ -193,7 +196,7 @@ def scale_pairs(args, n, h, factors, chunk):
 def ask_pairs(columns_smem, q_smem, k_smem, n, h):
     """What pairs below the diagonal ask of decays: N ∘ Q Kᵀ + H ∘ K Kᵀ.
 
-    One product after the other: registers hold no more.
+    One product after the other: there are no registers for both at once.
     """
     layout: gl.constexpr = n.type.layout
     zero = gl.zeros([C, C], gl.float32, layout)
@@ -206,22 +209,19 @@ def ask_pairs(columns_smem, q_smem, k_smem, n, h):
 
 @gluon.jit
 def spanned(columns_smem, pairs, ones_smem):
-    """What spans each token t: Σ_{i >= t > j} pairs_ij, of pairs below the diagonal.
+    """The pairs that span each token t: Σ_{i >= t > j} pairs_ij, of pairs below the diagonal.
 
-    The sums over j are products with ones, of two float16 terms that hold 22 bits of each pair.
+    The sums over j are products with ones. Pairs are two float16 terms there, 22 bits in all.
     """
     layout: gl.constexpr = pairs.type.layout
     left: gl.constexpr = left_operand(C)
-    bits = gl.max(gl.abs(pairs), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
-    bits = gl.where(bits == 0, (127 + 13) * (1 << 23), gl.maximum(bits, (127 - 47) * (1 << 23)))
-    up = (254 * (1 << 23) - bits + 13 * (1 << 23)).to(gl.float32, bitcast=True)
-    down = (bits - 13 * (1 << 23)).to(gl.float32, bitcast=True)
-    pairs = pairs * gl.expand_dims(up, 1)
+    up, down = row_scale(pairs)
+    pairs = pairs * up
     high = pairs.to(gl.float16)
     low = (pairs - high.to(gl.float32)).to(gl.float16)
     zero = gl.zeros([C, C], gl.float32, layout)
     sums = warpgroup_mma(gl.convert_layout(low, left), ones_smem, zero, use_acc=False)
     sums = warpgroup_mma(gl.convert_layout(high, left), ones_smem, sums)
     i, j = square(columns_smem)
-    sums = gl.where(i >= j, sums * gl.expand_dims(down, 1), 0.0)
+    sums = gl.where(i >= j, sums * down, 0.0)
     return gl.sum(sums, axis=0)

@@ -1,6 +1,6 @@
-"""What the groups of hopper_gradients_kernel need: numbers per token, and the store of a gradient.
+"""What the groups of hopper_gradients_kernel share: tiles, numbers per token, masks, and gradients.
 
-They are loaded where they are used. The first load of a number brings its line into the L1 cache.
+Numbers per token are loaded where they are used. The first such load brings them into the L1 cache.
 """
 
 from __future__ import annotations
@@ -33,6 +33,24 @@ def state_of(tiles, nothing, state: gl.constexpr, half: gl.constexpr):
 
 
 @gluon.jit
+def low_e(tiles, half: gl.constexpr, nothing):
+    """Where the low terms of E lie: half of their columns."""
+    return tiles.rows.index(6 + half + nothing)
+
+
+@gluon.jit
+def low_y(tiles, half: gl.constexpr, nothing):
+    """Where the low terms of Y lie."""
+    return tiles.rows.index(8 + half + nothing)
+
+
+@gluon.jit
+def low_n(tiles, nothing):
+    """Where the low term of N lies."""
+    return tiles.rows.index(10 + nothing)
+
+
+@gluon.jit
 def key_columns(smem, half: gl.constexpr):
     """Half of the key columns of a tile: products of 64 columns leave registers for the sums."""
     return smem.slice(half * COPY_WIDTH, COPY_WIDTH, 1)
@@ -52,7 +70,7 @@ def multiply_state(
 
 @gluon.jit
 def wait_for_keys(barriers, count, number):
-    """Wait for queries and keys; where the queries' group puts zeros into them, for these."""
+    """Wait for queries and keys; in a short chunk also for the zeros that the queries put there."""
     mbarrier.wait(barriers.keys_loaded, number & 1)
     if count < C:
         mbarrier.wait(barriers.keys_ready, number & 1)
@@ -67,11 +85,11 @@ def per_token(ptr, at, count, layout: gl.constexpr):
 
 @gluon.jit
 def nothing_of(x):
-    """0 for x >= 0, which the compiler does not know.
+    """0 for x >= 0, but the compiler cannot know that.
 
-    As a part of the place of a tile it makes the compiler compute the descriptor of a product where
-    it is used. Else descriptors of all products would be kept in registers: from head to head, if
-    the place is the same for all heads, or from one half of the columns to the other.
+    Added to the index of a tile, it makes the compiler compute a product's descriptor where the
+    product is. Otherwise the descriptors of all products would stay in registers: from head to
+    head if the index is the same for all heads, or from one half of the columns to the other.
     """
     return x >> 31
 
@@ -80,8 +98,8 @@ def nothing_of(x):
 def square(columns_smem):
     """Rows i and columns j of a product [C, C].
 
-    The columns are loaded: the compiler would keep computed ones, or masks that follow from them,
-    in registers from head to head.
+    The columns are loaded. If they were computed, the compiler would keep them, or masks made from
+    them, in registers from head to head.
     """
     layout: gl.constexpr = accumulator(C)
     i = gl.arange(0, C, gl.SliceLayout(1, layout))

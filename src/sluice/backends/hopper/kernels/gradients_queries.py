@@ -1,7 +1,7 @@
 """The queries role of hopper_gradients_kernel: four warps make dQ and dg.
 
-gradients_kernel.py has the equations. ⟨S, dS⟩ is made before N is there. dg gathers what all groups
-found that is asked of decays.
+gradients_kernel.py has the equations. ⟨S, dS⟩ is made while N is not ready yet. dg is the sum of
+terms that all groups make.
 """
 # ruff: noqa: SIM102 (constexpr branches stay apart)
 
@@ -27,13 +27,13 @@ from sluice.backends.hopper.kernels.gradients_args import (
     place_of,
     place_of_gates,
 )
-from sluice.backends.hopper.kernels.gradients_loader import low_n
 from sluice.backends.hopper.kernels.gradients_parts import (
     DO,
     DSTATE,
     STATE,
     key_columns,
     load_keys,
+    low_n,
     multiply_state,
     nothing_of,
     per_token,
@@ -145,7 +145,7 @@ def own_keys(shared, count, number):
 
 @gluon.jit
 def read_state(args, dq, q_smem, decay_q, place, nothing, half: gl.constexpr):
-    """Add what outputs read of the state to half of dQ; what they ask of decays."""
+    """Add dO Sᵀ to half of dQ. Returns that half, and what outputs ask of decays."""
     read = multiply_state(args.shared.tiles, place, nothing, DO, STATE, half)
     read = warpgroup_mma_wait(0, deps=[read]) * gl.expand_dims(decay_q, 1)
     asked = decay_q
@@ -156,7 +156,7 @@ def read_state(args, dq, q_smem, decay_q, place, nothing, half: gl.constexpr):
 
 @gluon.jit
 def overlap(tiles, nothing, columns_smem):
-    """⟨S, dS⟩ in GROUP_V parts: the diagonal of S dSᵀ, which needs no state in registers."""
+    """⟨S, dS⟩ in GROUP_V parts: the diagonal of S dSᵀ. So no state has to be in registers."""
     layout: gl.constexpr = accumulator(GROUP_V)
     x = gl.zeros([GROUP_V, GROUP_V], gl.float32, layout)
     dS_t = state_of(tiles, nothing, DSTATE, 0).permute((1, 0))
@@ -170,7 +170,7 @@ def overlap(tiles, nothing, columns_smem):
 
 @gluon.jit
 def sum_decays(sums):
-    """What is asked of each decay: by pairs, by writes before it, by reads from it on."""
+    """dg of each token: from pairs that span it, writes before it, and reads at it or later."""
     layout: gl.constexpr = accumulator(C)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
     t, j = square(sums.columns)

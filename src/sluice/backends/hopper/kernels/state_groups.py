@@ -71,7 +71,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     """Take 64 value columns of a state through each of the program's items."""
     OUTPUT: gl.constexpr = sizes.OUTPUT
     TAILS: gl.constexpr = args.saves.TAILS
-    # Whether registers have room for the next state while this one is stored
+    # Whether there are registers for the next state before this one is stored
     AHEAD: gl.constexpr = OUTPUT and args.segments_ptr is None and not TAILS
     items = args.items
     gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
@@ -111,7 +111,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
 def run_item(args, sizes, n, S, tokens, turns, stage, phase, GROUP: gl.constexpr):
     """Take the state through the tokens of the program's n-th item.
 
-    Returns it, and how far turns, stages and phases went on.
+    Returns the state after them, and the turn, stage and phase that come next.
     """
     K: gl.constexpr = sizes.K
     GROUPS: gl.constexpr = sizes.GROUPS
@@ -398,17 +398,25 @@ def split_uo(uo):
 def to_float16(x):
     """x [64, C] in float16 as a left operand, each row times a power of two.
 
-    Returns that power and its inverse, too. The largest entry of a row lands in [2¹³, 2¹⁴), or
-    lower if it is less than 2⁻⁴⁷: Q S is multiplied by the same power and must not overflow. Rows
-    of zeros stay as they are.
+    Returns that power and its inverse, too, as ``row_scale`` makes them.
+    """
+    up, down = row_scale(x)
+    x_left = gl.convert_layout(x * up, left_operand(C)).to(gl.float16)
+    return x_left, up, down
+
+
+@gluon.jit
+def row_scale(x):
+    """For each row of x [64, C] a power of two and its inverse, [64, 1].
+
+    The power brings the row's largest entry to [2¹³, 2¹⁴), or lower if that is less than 2⁻⁴⁷: Q S
+    is multiplied by the same power and must not overflow. For rows of zeros both are 1.
     """
     bits = gl.max(gl.abs(x), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
     bits = gl.where(bits == 0, (127 + 13) * (1 << 23), gl.maximum(bits, (127 - 47) * (1 << 23)))
     up = (254 * (1 << 23) - bits + 13 * (1 << 23)).to(gl.float32, bitcast=True)
     down = (bits - 13 * (1 << 23)).to(gl.float32, bitcast=True)
-    up = gl.expand_dims(up, 1)
-    x_left = gl.convert_layout(x * up, left_operand(C)).to(gl.float16)
-    return x_left, up, gl.expand_dims(down, 1)
+    return gl.expand_dims(up, 1), gl.expand_dims(down, 1)
 
 
 @gluon.jit

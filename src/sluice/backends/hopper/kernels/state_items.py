@@ -1,14 +1,14 @@
 """The items of hopper_state_kernel: what a program works on, one after another.
 
-An item is a block of value columns of one head, for one sequence or one segment of it. The planner,
-one warp, takes the program's next item and writes what the other roles need to know of it, numbers
-of 32 bits, into a ring in shared memory. It looks an item up while the state groups are still at
-the one before.
+An item is a block of value columns of one head, in one sequence or in one segment of it. The
+planner, one warp, takes the program's next item, looks it up while the state groups are still at
+the one before, and describes it to the other roles: words of 32 bits, in a ring in shared memory.
 
-A program's first item has its own number. Later ones are taken from a counter in the workspace, in
-order, as programs get done: where sequences have different lengths, no program has two long ones
-while another has none left. Which program makes an item changes no bit of it. An item is taken when
-the loader comes to the last chunk of the one before, so a program never keeps one waiting for long.
+A program's first item has the number of the program. Later items come from a counter in the
+workspace, in order, as programs finish. So where sequences have different lengths, no program gets
+two long ones while another has nothing left to do. A program takes an item when its loader reaches
+the last chunk of the one before, so it never holds an item for long without working on it. Which
+program makes an item changes no bit of the result.
 """
 
 # ruff: noqa: SIM102 (constexpr branches stay apart)
@@ -25,7 +25,7 @@ from sluice.backends.hopper.kernels.gluon_api import aggregate, barrier
 from sluice.backends.hopper.kernels.work_units import counted_span
 
 RING = gl.constexpr(4)
-WORDS = gl.constexpr(16)  # per item; the fields:
+WORDS = gl.constexpr(16)  # per item, at most; the fields:
 ROW = gl.constexpr(0)  # first token
 TOKENS = gl.constexpr(1)  # -1: there are no more items
 FLAGS = gl.constexpr(2)
@@ -35,12 +35,12 @@ COLUMN_Q = gl.constexpr(5)
 HEAD_K = gl.constexpr(6)
 SOURCE = gl.constexpr(7)  # the slot of the state before the tokens
 TARGET = gl.constexpr(8)  # the slot of the state after them; without OUTPUT the segment
-SEGMENT = gl.constexpr(9)  # the segment after which comes this one, where the sequence is split
+SEGMENT = gl.constexpr(9)  # where the state before this segment lies; only in split sequences
 RUN = gl.constexpr(10)  # ordinary chunks at the beginning, up to 256
 SEQ = gl.constexpr(11)
 BEFORE = gl.constexpr(12)  # tokens of the sequence before the first
 
-LIVE = gl.constexpr(1)  # else: the sequence has no slot, and its output is zeros
+LIVE = gl.constexpr(1)  # else: no chain to run; a sequence without a slot has zeros as output
 HAS_SOURCE = gl.constexpr(2)  # else: zeros
 WRITE = gl.constexpr(4)  # whether the state after the tokens is written
 IS_SPLIT = gl.constexpr(8)
@@ -49,13 +49,13 @@ VALUES = gl.constexpr(16)  # else: a segment's transition, which has no values
 
 @aggregate
 class Items:
-    """The ring, and its mbarriers by place unless stated."""
+    """The ring, and its mbarriers: one per place unless stated."""
 
     words: gl.shared_memory_descriptor  # [RING * WORDS, 1]
     ready: gl.shared_memory_descriptor  # planner: the words but RUN are stored
     counted: gl.shared_memory_descriptor  # planner: RUN is stored
     free: gl.shared_memory_descriptor  # every state group: it is done with the item
-    asked: gl.shared_memory_descriptor  # one; loader: it is at the last chunk of its item
+    asked: gl.shared_memory_descriptor  # only one; loader: it is at the last chunk of its item
 
 
 @gluon.jit
@@ -122,7 +122,7 @@ def run_planner(args, sizes):
         number = args.number
         if args.number > programs:
             number = programs + gl.atomic_add(args.taken_ptr, 1, sem="relaxed")
-            if number == args.number + programs - 1:  # the last of all: as it was before
+            if number == args.number + programs - 1:  # the last of all: zero again
                 gl.store(args.taken_ptr, 0)
     mbarrier.wait(args.items.free.index(n % RING), n // RING % 2 ^ 1)
     put(args.items.words.index(n % RING * WORDS + TOKENS), -1)
@@ -145,7 +145,7 @@ def write_item(args, sizes, number, n):
         unit, args.cu_seqlens_ptr, args.N, args.T, args.segment_size
     )
     of = gl.minimum(seq, args.N - 1)
-    # Side by side: loads that wait for nothing but the sequence
+    # These loads run side by side: each needs the sequence, and none needs another load.
     source = of.to(gl.int64)
     if args.slots_ptr is not None:
         source = gl.load(args.slots_ptr + of).to(gl.int64)
@@ -167,8 +167,8 @@ def write_item(args, sizes, number, n):
         write = live & (target > args.pad_slot) & (row + tokens >= end)
         has_source = has_source & live
         if args.SPLIT:
-            # A split sequence takes even its first state from the workspace: the program that ends
-            # the sequence may write the pool before another has begun.
+            # A split sequence takes even its first state from the workspace: the program that has
+            # its last segment may write to the pool before another program has begun.
             has_source = has_source & (end - start <= args.segment_size)
         target = target.to(gl.int32)
     else:

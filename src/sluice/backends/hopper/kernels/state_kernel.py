@@ -12,12 +12,12 @@ Sᵀ [64, K] and what follows from it are left operands, from registers: the cha
 the next never passes through shared memory. Ag and γ come from hopper_chunks_kernel.
 
 A program has warps of four roles. The planner, one warp, takes one item after another for the
-program: a block of value columns of a head, for one sequence (state_items.py). The loader, one
+program: a block of value columns of a head, in one sequence (state_items.py). The loader, one
 warp, brings tiles by TMA, STAGES chunks ahead, and makes factors from the gates (state_loader.py).
 Four warps make the products QKg (state_products.py). A state group, four warps, holds 64 value
 columns of one head (state_groups.py); with BLOCK_V = 128 two groups share the tiles and take turns.
-Stages, phases and turns run on from item to item, so the roles that work ahead are at the next item
-while the state groups end the one before.
+Stages, phases and turns carry over from item to item, so the roles that work ahead are already at
+the next item while the state groups finish the one before.
 
 Without OUTPUT the same kernel makes the effect of a segment on any state, S -> M S + S_zero: S_zero
 is the state after the segment from zero, and M, the transition, is the state after it from the
@@ -76,7 +76,7 @@ def hopper_state_kernel(
     g2_ptr,  # [HV, B * T] float32: γ in powers of two; None without g
     r_k_ptr,  # [HK, B * T] float32: inverse lengths of the keys; None without norm
     hard_ptr,  # [HK, B * T] int8, at a chunk's first token: whether its Ag is float16
-    taken_ptr,  # [1] int32: items that programs took after their first, 0 before and after a launch
+    taken_ptr,  # [1] int32: items that programs took after their first; 0 before and after a launch
     segments_ptr,  # [units, HV, K, V + K] float32: S_zero | M without OUTPUT, else states; or None
     state_ptr,  # [P, HV, V, K] or [P, HV, K, V], read and written
     slots_ptr,  # [N]; None: sequence i has slot i
@@ -87,7 +87,7 @@ def hopper_state_kernel(
     checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
     waiting_ptr,  # [N, M, HV, V, K] float32: states before tails; None: they wait in their slots
     scale,
-    number,  # of items: a block of columns of one head, for one sequence or segment
+    number,  # of items, over all programs (state_items.py)
     N,
     T,
     M,

@@ -1,7 +1,7 @@
 """The loader role of hopper_state_kernel: one warp brings tiles and gates, STAGES chunks ahead.
 
-It has a warp to itself for two reasons. Nobody else waits for its loads. And the compiler puts a
-barrier after each copy, which is cheaper for one warp than for four.
+It has a warp to itself for two reasons: no other role waits for its loads, and the compiler puts a
+barrier after each copy, which costs one warp less than four.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_loader(args, sizes):
         at = columns_of(args, sizes, n, flags)
         chunks = gl.cdiv(tokens, C)
         ahead = 0
-        if n == 0:  # no stage is in use: the copies of the first chunks wait for no gates
+        if n == 0:  # no stage is in use yet: start the first copies before any gates are loaded
             ahead = gl.minimum(chunks, sizes.STAGES)
             for chunk in range(ahead):
                 t = row + chunk * C
@@ -124,7 +124,8 @@ def columns_of(args, sizes, n, flags):
 def copy_chunk(args, at, sizes, t, made, left, stage):
     """Start the TMA copies of a chunk from token ``t`` on. They arrive at ``tiles_ready``.
 
-    ``made``: where the parallel half has put its results for the chunk. ``left``: tokens.
+    ``made``: the row where the parallel half has put its results for the chunk. ``left``: tokens
+    from ``t`` to the end of the item.
     """
     K: gl.constexpr = sizes.K
     BLOCK_V: gl.constexpr = sizes.GROUPS * GROUP_V

@@ -58,7 +58,7 @@ def unit_span(unit, cu_seqlens_ptr, N, T, size):
 def counted_span(unit, cu_seqlens_ptr, N, T, size):
     """The same by one warp, which looks at 32 sequences at a time: few loads wait for others.
 
-    Of up to 31 sequences it finds everything with one load.
+    For up to 31 sequences one load is enough.
     """
     if cu_seqlens_ptr is None:
         return unit_span(unit, None, N, T, size)
@@ -70,7 +70,7 @@ def counted_span(unit, cu_seqlens_ptr, N, T, size):
         end = low
         step = low + 2
         while step > 1:
-            step = (gl.minimum(high + 1, N) - low) // 32 + 1  # 1: the end is looked at, too
+            step = (gl.minimum(high + 1, N) - low) // 32 + 1  # 1: the end is among them
             at = low + i * step
             token = gl.load(cu_seqlens_ptr + gl.minimum(at, N)).to(gl.int32)
             begun = (i == 0) | ((token // size + at <= unit) & (at <= N))

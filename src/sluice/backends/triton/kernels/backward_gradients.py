@@ -6,11 +6,11 @@ the chunk, dS the gradient of the state after it, and N and H of backward_pairs.
     r_q dQ̂ = s r_q e^γ dO Sᵀ + N K
     r_k dK̂ = Nᵀ Q + (H + Hᵀ) K + r_k e^(γ_C−γ) D dSᵀ − r_k e^γ dV Sᵀ
 
-where x̂ = r x: the gradient by x is then the one above less its part along x̂.
+where x̂ = r x. The gradient of x is then r dx̂ minus its component along x̂.
 
-A program of the first kernel owns a query head, one of the second a key head. Each goes over the
-value heads that share it, one after the other, so sums over heads are made in registers and in one
-order. In one kernel, both gradients would not fit into registers.
+A program of the first kernel owns a query head, one of the second a key head. It goes through the
+value heads that share that head one after another, so sums over heads are made in registers and in
+a fixed order. In a single kernel, the two gradients would not fit into registers.
 
 Left operands are tiles as they were loaded, or their transposes. None is the transpose of what a
 product made: Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper.

@@ -1,15 +1,15 @@
 """The backward of prefill: what the low terms of hard chunks add to the gradients of decays.
 
-The log decay of a token gets ⟨S, dS⟩ and what is read from and written into states,
-docs/kernels/backward.md (G9). Where keys repeat these nearly cancel, and ⟨S, dS⟩ by itself may
-nearly vanish: then bfloat16 states are not enough. In a hard chunk (backward_chunks.py) both states
-are two terms, and with x' for the low term of x this kernel makes
+The gradient of a token's log decay has ⟨S, dS⟩ as a term, and terms of reads from states and of
+writes into them, docs/kernels/backward.md (G9). Where keys repeat these terms nearly cancel, and
+⟨S, dS⟩ by itself may nearly vanish; then bfloat16 states have too few bits. In a hard chunk
+(backward_chunks.py) both states are two terms. With x' for the low term of x this kernel makes
 
     e^γ_C (⟨S', dS⟩ + ⟨S, dS'⟩) + Σ_{j < t} k_j · e^(γ_C−γ_j) dS' D_j
     + Σ_{i ≥ t} (q_i · e^γ_i S' dO_i − k_i · e^γ_i (S' dV_i + S dV'_i))
 
-The rest is made where the other gradients are, in ordinary chunks and in hard ones. A program owns
-a chunk of a value head, and does nothing unless the chunk is hard.
+The kernels of the other gradients make the terms of the high parts, in hard chunks too, and add
+this to them. A program owns a chunk of a value head, and does nothing unless the chunk is hard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backward of prefill, after the walks: what pairs of tokens of a chunk ask.
+"""The backward of prefill, after the walks: the gradients' terms from pairs of tokens of a chunk.
 
 For a chunk of C tokens of one value head, docs/kernels/backward.md (G6), (G9). With r_q and r_k the
 inverse lengths of queries and keys, or ones:
@@ -7,8 +7,8 @@ inverse lengths of queries and keys, or ones:
 
 Both are stored for the gradients of queries and keys (backward_gradients.py); in float16 with a
 power of two per chunk, because a small beta would leave few of their bits. With D = beta E and
-dV = beta Y, dbeta is the diagonal of Y Eᵀ. The log decay of a token gets what spans it and nothing
-else: no difference of sums is taken.
+dV = beta Y, dbeta is the diagonal of Y Eᵀ. The gradient of a token's log decay is a sum of the
+pairs that span the token, not a difference of two larger sums.
 """
 # ruff: noqa: SIM102 (what a pointer decides is an if of its own)
 

@@ -1,25 +1,25 @@
-"""The walk over states of the backward of prefill, and what sequences are split by.
+"""The walk forward over states in the backward of prefill, and the join of split sequences.
 
 One program owns BLOCK_V value columns of one value head over one segment of a sequence. With Sᵀ
 [BLOCK_V, K] in float32 registers, docs/kernels/backward.md (G3), (G10):
 
     R = V − e^γ K S,     E = R − Bg (beta R),     S <- e^γ_C S + Kᵀ (e^(γ_C−γ) beta E)
 
-Everything is computed transposed, so what a product makes is the left operand of the next one as
-it lies in registers, and right operands are tiles as they were loaded. No left operand is the
+Everything is computed transposed. So the result of a product has the register layout of the next
+one's left operand, and right operands are tiles as they were loaded. No left operand is the
 transpose of something computed: Triton 3.4 to 3.7.0 compiles such products wrongly for Hopper.
 
 The state before each chunk is stored in the dtype of the inputs. In hard chunks
-(backward_chunks.py) the state is two terms where it meets the keys, and where it is stored; so are
-E, what Bg multiplies, and all that the state takes. Programs with a hard chunk have a launch of
-their own, so that these terms take no registers from the others.
+(backward_chunks.py) the state is two terms where keys multiply it and where it is stored. So are E,
+the operand of Bg, and the state's updates. Programs with a hard chunk have a launch of their own,
+so that these terms take no registers from the others.
 
-A sequence longer than ``segment_size`` is split over the SMs, in both directions with one matrix
+A sequence longer than ``segment_size`` is split over the SMs. Both directions use the same matrix
 (G11). First, with EFFECT, each segment is walked from zero, which gives S_zero, and from the
-identity without values, which gives its transition; the walk back gives dS_zero likewise. A join
-then makes the states at all segments' borders, and the walks proper start from those.
+identity without values, which gives its transition; the walk back gives dS_zero in the same way.
+A join then makes the states at all borders of segments, from which the walks themselves start.
 """
-# ruff: noqa: SIM102 (what a pointer or a constant decides is an if of its own)
+# ruff: noqa: SIM102 (an if on a pointer or a constant stays apart)
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from sluice.backends.triton.kernels.work_units import unit_span
 
 @triton.jit
 def resolved(x, b, down, hard, TURNED: tl.constexpr, PRECISION: tl.constexpr, HARD: tl.constexpr):
-    """x Bgᵀ, or x Bg if TURNED; ``b`` is Bg / down. In a hard chunk x is two terms."""
+    """x Bgᵀ, or x Bg if TURNED, where ``b`` is Bg / down. In a hard chunk x is two terms."""
     b = b if TURNED else tl.trans(b)
     if b.dtype == tl.float32:
         y = tl.dot(x, b, input_precision=PRECISION)

@@ -7,16 +7,17 @@ One program owns BLOCK_V value columns of one value head over one segment of a s
     dD = Pᵀ dO + e^(γ_C−γ) K dS,     Y = dD − Bgᵀ (beta dD),     dV = beta Y
     dS <- e^γ_C dS + Qᵀ (s e^γ dO) − Kᵀ (e^γ dV)
 
-The gradient of the state after each chunk is stored in the dtype of the inputs, and so is Y, for
-nothing can be divided by beta. With EFFECT nothing is stored but dS_zero of the segment.
+The gradient of the state after each chunk is stored in the dtype of the inputs. So is Y, because
+dividing dV by beta would not give it: beta may be 0. With EFFECT only dS_zero of the segment is
+stored.
 
-In hard chunks (backward_chunks.py) dS is a sum of two terms where it meets the keys and where it is
-stored, and so is what Bg multiplies and all that dS takes. What queries ask of a state adds up in
-dS, chunk by chunk, while along keys that repeat nearly all of it cancels: rounded once, dV would
-have an error that grows with the length of the sequence. Programs with a hard chunk have a launch
-of their own, so that these terms take no registers from the others.
+In hard chunks (backward_chunks.py) dS is a sum of two terms where keys multiply it and where it is
+stored. So are the operand of Bg and the updates of dS. The terms from queries add up in dS, chunk
+by chunk, while along keys that repeat nearly all of dS cancels: with one term, dV would have an
+error that grows with the length of the sequence. Programs with a hard chunk have a launch of their
+own, so that these terms take no registers from the others.
 """
-# ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; a pointer decides alone)
+# ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; an if on a pointer stays apart)
 
 from __future__ import annotations
 
