@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,8 @@ def test_the_version_is_written_once():
         if f'"{sluice.__version__}"' in path.read_text(encoding="utf-8")
     ]
     assert found == ["src/sluice/version.py"]
+    kernels = runpy.run_path(str(ROOT / "packages/kernels/sluice_kernels/__init__.py"))
+    assert kernels["__version__"] == sluice.__version__  # another distribution, the same release
     assert "version" in PROJECT["dynamic"]
 
 
