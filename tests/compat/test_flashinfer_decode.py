@@ -83,7 +83,7 @@ def test_decode_from_a_pool_with_padding_and_other_slots_to_write():
     assert_same_bits(pool[2:], before[2:], "others")
 
 
-@pytest.mark.parametrize("T", [2, 4])
+@pytest.mark.parametrize("T", [2, 4, 12])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_draft_tokens_with_their_states(T, frozen):
     qkv, names = draft(T)
@@ -125,6 +125,21 @@ def test_a_state_of_16_bits_is_carried_unrounded_through_draft_tokens():
         final = buffer[[0, 2, 3], -1]
         assert_same_bits(state[read[[0, 2, 3]]], final, "the last state")
     assert_same_bits(*outputs, "o")
+
+
+@pytest.mark.parametrize("T", [4, 12])
+def test_states_in_a_buffer_have_the_bits_of_those_in_the_pool(T):
+    """Upstream demands it; on a CPU, tokens one by one may round differently from one call."""
+    q, k = (drawn(2, T, 2, 128, seed=i) for i in range(2))
+    qkv, names = (q, k, drawn(2, T, 4, 128, seed=2)), draft(T, B=2)[1]
+    pool, read = drawn(2 + 2 * T, 4, 128, 128, seed=8), torch.arange(2)
+    to = torch.arange(2, 2 + 2 * T).view(2, T)
+    buffer, states = pool.new_empty(2, T, 4, 128, 128), []
+    for kept in ({"intermediate_states_buffer": buffer}, {"ssm_state_indices": to}):
+        states.append(pool.clone())
+        gated_delta_rule_mtp(*qkv, states[-1], read, **names, **kept, disable_state_update=False)
+    assert_same_bits(buffer, states[1][to], "states")
+    assert_same_bits(states[0][:2], buffer[:, -1], "the last state")
 
 
 def test_each_token_s_state_into_the_pool():

@@ -199,10 +199,12 @@ def _decode(
     frozen: bool = False,
     keep_padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """T tokens per row: in one call, or one by one if each token's state goes to a buffer."""
+    """T tokens per row: in one call, or one by one if there are more than a decode takes."""
     q, k, v, a, b = tokens
     common.tensors(op, q=q, k=k, v=v, state=pool, output=output)
     B, T = q.shape[:2]
+    if buffer is not None:
+        _check_buffer(op, buffer, B, T, pool)
     given: dict[str, Any] = {"scale": options[0], "normalize_qk": options[1]}
     given |= {"A_log": gates[0], "dt_bias": gates[1], "state_layout": options[2]}
     whole, o = read is None or not keep_padded, None
@@ -225,16 +227,16 @@ def _decode(
         S = pool.index_select(0, rows.clamp(min=0)).contiguous()
         if buffer is None and per_token is None:
             serve(q, k, v, a, b, state=S, slots=own, out=o, **given)
-        elif per_token is not None and T <= MAX_DECODE_TOKENS:
+        elif 0 < T <= MAX_DECODE_TOKENS:
+            S = S if buffer is None else S.to(common.wide(pool))
             states = torch.cat([S, S.new_empty(B * T, *S.shape[1:])])
             writes = B + torch.arange(B * T, device=q.device).view(B, T)
             ops.decode(q, k, v, a, b, state=states, slots=own, write_slots=writes, out=o, **given)
-            for t in range(T):
-                to = torch.where(live, per_token[:, t].long(), -1)
-                scatter(pool, to, states[writes[:, t]])
+            S = states[writes[:, -1]]
+            _keep(states[B:].view(B, T, *S.shape[1:]), live, pool, buffer, per_token)
         else:
             S = S.to(common.wide(pool))
-            _one_by_one(op, tokens, given, S, own, pool, o, buffer, per_token)
+            _one_by_one(tokens, given, S, own, pool, o, buffer, per_token)
         if per_token is None and not frozen:
             target = rows if write is None else torch.where(live, write.long(), -1)
             scatter(pool, target, S)
@@ -248,7 +250,6 @@ def _decode(
 
 
 def _one_by_one(
-    op: str,
     tokens: tuple[Tensor, ...],
     given: dict[str, Any],
     S: Tensor,
@@ -259,17 +260,25 @@ def _one_by_one(
     per_token: Tensor | None,
 ) -> None:
     """Advance ``S`` token by token, and keep the state after each."""
-    B, T = tokens[0].shape[:2]
-    live = (own >= 0).view(-1, 1, 1, 1)
-    if buffer is not None:
-        _check_buffer(op, buffer, B, T, pool)
-    for t in range(T):
+    for t in range(tokens[0].shape[1]):
         now = [x[:, t : t + 1] for x in tokens]
         ops.decode(*now, state=S, slots=own, out=o[:, t : t + 1], **given)
-        if buffer is not None:
-            buffer[:B, t] = torch.where(live, S.to(buffer.dtype), buffer[:B, t])
-        if per_token is not None:
-            scatter(pool, torch.where(own >= 0, per_token[:, t].long(), -1), S)
+        to = None if buffer is None else buffer[:, t:]
+        at = None if per_token is None else per_token[:, t : t + 1]
+        _keep(S[:, None], own >= 0, pool, to, at)
+
+
+def _keep(
+    states: Tensor, live: Tensor, pool: Tensor, buffer: Tensor | None, per_token: Tensor | None
+) -> None:
+    """Put the states [B, T, ..] of live rows into a buffer, or into these slots of the pool."""
+    B, T = states.shape[:2]
+    if buffer is not None:
+        there = live.view(-1, 1, 1, 1, 1)
+        buffer[:B, :T] = torch.where(there, states.to(buffer.dtype), buffer[:B, :T])
+    if per_token is not None:
+        for t in range(T):
+            scatter(pool, torch.where(live, per_token[:, t].long(), -1), states[:, t])
 
 
 def scatter(pool: Tensor, slots: Tensor, S: Tensor) -> None:
