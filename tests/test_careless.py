@@ -33,11 +33,25 @@ CONFIG = {
             lambda: sluice.StatePool.for_model("Qwen3.5-4B", slots=1, state_dtype="bfloat16"),
             "state_dtype: expected one of torch.float32, torch.bfloat16.*, got 'bfloat16'",
         ),
+        (
+            lambda: sluice.StatePool.for_model("Qwen3.5-0.8B", slots=1, device="cuda:99"),
+            "StatePool: device: expected a device of this machine, got 'cuda:99': .+",
+        ),
+        (
+            lambda: sluice.StatePool.for_model("Qwen3.5-0.8B", slots=1).load(3),
+            "load: path: expected a path, got 3",
+        ),
     ],
 )
 def test_a_careless_call_is_answered_with_what_was_expected(call, words):
     with pytest.raises(ContractError, match=words):
         call()
+
+
+def test_a_dtype_that_another_tensor_decides_is_told_with_its_name():
+    x = torch.ones(1, 4, 1, 4)
+    with pytest.raises(ContractError, match="k: expected dtype bfloat16 = q's"):
+        sluice.prefill(x.bfloat16(), x, x)
 
 
 def test_a_slot_given_twice_is_a_fault_of_slots():

@@ -189,9 +189,11 @@ def test_the_chart_is_that_of_the_committed_results():
 
 def test_the_chart_has_a_bar_for_a_loss():
     charts = _tool("charts")
-    text = charts.draw([("a machine", [charts.Bar("decode", 0.5, "2 s, peer 1 s")])], "light")
+    bar = charts.Bar("decode", 0.5, "2 s, peer 1 s")
+    text = charts.draw([charts.Group("a machine", "torch 2.11.0, 2026-11-15", [bar])], "light")
     assert charts.COLOURS["light"]["loss"] in text
     assert ">0.5x<" in text
+    assert ">torch 2.11.0, 2026-11-15<" in text
     assert charts._times(0.9974) == "0.997x"
     assert charts._times(1 / 5523) == "1/5,523 "
 

@@ -578,6 +578,8 @@ def test_parts_of_the_package_need_no_import_of_their_own():
     """What the README names as sluice.compat.fla is there after ``import sluice``, and not before
     it is asked for."""
     names = ["compat.causal_conv1d", "compat.fla", "compat.flashinfer", "distributed.prefill"]
+    adapters = ("fla", "onnx", "sglang", "tokenspeed", "transformers", "vllm")
+    names += [f"integrations.{adapter}" for adapter in adapters]
     asked = [f"assert sluice.{name}" for name in names]
     loaded = "assert not {'sluice.compat', 'sluice.distributed'} & sys.modules.keys()"
     _python("; ".join(["import sys, sluice", loaded, *asked]))

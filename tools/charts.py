@@ -76,6 +76,14 @@ class Bar(NamedTuple):
     detail: str
 
 
+class Group(NamedTuple):
+    """The rows of one run: the machine and the shape, then versions and date."""
+
+    machine: str
+    run: str
+    bars: list[Bar]
+
+
 def bars(results: dict[str, Any], chosen: tuple[str, ...]) -> list[Bar]:
     """The rows of one machine."""
     titles = {p["name"]: p["title"] for p in results["providers"]}
@@ -120,7 +128,7 @@ def _time(seconds: float) -> str:
     raise AssertionError
 
 
-def draw(groups: list[tuple[str, list[Bar]]], theme: str, form: str = "") -> str:
+def draw(groups: list[Group], theme: str, form: str = "") -> str:
     """The chart as SVG."""
     colour, size = COLOURS[theme], FORMS[form]
     scale = (size.width - size.left - size.right) / (MOST - LEAST)
@@ -128,8 +136,8 @@ def draw(groups: list[tuple[str, list[Bar]]], theme: str, form: str = "") -> str
     def x(times: float) -> float:
         return size.left + (min(max(math.log2(times), LEAST), MOST) - LEAST) * scale
 
-    rows = sum(len(found) for _, found in groups)
-    height = TOP + rows * size.row + len(groups) * 34 + 12
+    rows = sum(len(group.bars) for group in groups)
+    height = TOP + rows * size.row + len(groups) * 48 + 12
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size.width} {height}" role="img" '
         f'aria-label="How many times faster sluice is than the fastest other library">',
@@ -149,10 +157,12 @@ def draw(groups: list[tuple[str, list[Bar]]], theme: str, form: str = "") -> str
             f'stroke="{colour["line"]}" stroke-width="{width}"/>'
         )
     y = TOP
-    for title, found in groups:
-        y += 24
-        out.append(f'<text x="{min(size.left, 12)}" y="{y - 6}" class="h">{title}</text>')
-        for bar in found:
+    for group in groups:
+        y += 38
+        left = min(size.left, 12)
+        out.append(f'<text x="{left}" y="{y - 20}" class="h">{group.machine}</text>')
+        out.append(f'<text x="{left}" y="{y - 6}" class="q">{group.run}</text>')
+        for bar in group.bars:
             one, end = x(1.0), x(bar.times)
             kind = "win" if bar.times >= 1 else "loss"
             out.append(
@@ -186,6 +196,15 @@ def _above(bar: Bar, size: Form, y: int, _: float) -> list[str]:
     ]
 
 
+def _run(results: dict[str, Any]) -> str:
+    """With what a run was made, and when."""
+    machine, versions = results["machine"], results["machine"]["versions"]
+    torch = versions["torch"].split("+")[0]  # without its build
+    gpu = f"Triton {versions['triton']}, CUDA {machine['cuda']}" if "cuda" in machine else ""
+    kernels = gpu or f"Numba {versions['numba']}"
+    return f"torch {torch}, {kernels}, {results['run']['date'][:10]}"
+
+
 def charts() -> dict[Path, str]:
     """Every file this program writes, and its text."""
     groups = []
@@ -195,7 +214,8 @@ def charts() -> dict[Path, str]:
         threads = f", {machine['threads']} cores" if name == "cpu" else ", CUDA graphs"
         kind = "bfloat16" if name == "gpu" else "float32"
         shape = GPU if name == "gpu" else CPU
-        groups.append((f"{machine['name']}{threads}, {kind}, {shape}", bars(results, chosen)))
+        found = bars(results, chosen)
+        groups.append(Group(f"{machine['name']}{threads}, {kind}, {shape}", _run(results), found))
     return {
         IMAGES / f"overview{form}-{theme}.svg": draw(groups, theme, form)
         for theme in COLOURS

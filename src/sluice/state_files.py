@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from sluice.contract import arguments
 from sluice.contract.errors import SluiceError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -118,6 +119,7 @@ def _remove_forgotten(folder: Path, prefix: str) -> None:
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[Any]:
     """A file, opened; nothing of its tensors is read yet. What is wrong with it is a PoolError."""
+    arguments.path("load", path)
     safetensors = needed()
     if Path(path).exists() and not Path(path).is_file():
         kind = "a directory" if Path(path).is_dir() else "a device or a pipe"

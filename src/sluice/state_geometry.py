@@ -257,7 +257,6 @@ class StateSnapshot:
         Raises :class:`PoolError` for a file that is not a snapshot, has another version,
         contradicts itself or is damaged, and :class:`MissingDependencyError` without safetensors.
         """
-        arguments.path("load", path)
         with state_files.reading(path) as file:
             geometry, _ = _header(path, file)
             tensors = {name: state_files.copied(file, name) for name in ("conv", "recurrent")}

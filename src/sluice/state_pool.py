@@ -134,7 +134,7 @@ class StatePool:
     ) -> None:
         arguments.instance("StatePool", "geometry", geometry, PoolGeometry, "a PoolGeometry")
         check_options(slots, state_layout, conv_order, reserve_slot_0)
-        device = arguments.device("StatePool", device)
+        device = arguments.present("StatePool", device)
         conv_tail, state_tail = list(geometry.conv_shape), list(geometry.state_shape)
         if conv_order == "ld":
             conv_tail.reverse()
@@ -413,7 +413,7 @@ class StatePool:
         (torch.Size([3, 2, 2, 128, 128]), 2)
         """
         g = self.geometry
-        device = self.device if device is None else arguments.device("snapshot", device)
+        device = self.device if device is None else arguments.present("snapshot", device)
         with self._lock:
             rows = self._owned("snapshot", slots)
             lead = (g.layers, len(rows))

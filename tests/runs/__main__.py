@@ -62,7 +62,10 @@ def _shared(given: argparse.Namespace) -> int:
         line = [sys.executable, "-m", "tests.runs", "--seed", str(given.seed + first)]
         line += ["--steps", str(steps), "--device", given.device, "--seconds", str(given.seconds)]
         running.append(subprocess.Popen(line))
-    return max(process.wait() for process in running)
+    codes = [process.wait() for process in running]  # below 0: killed by a signal
+    seeds = f"seeds {given.seed} to {given.seed + episodes - 1}"
+    print(f"{workers} processes, {seeds}: {'FAILED' if any(codes) else 'pass'}")
+    return int(any(codes))
 
 
 def _only(seed: int, numbers: set[int], device: str) -> int:

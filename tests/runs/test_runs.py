@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sluice.state_pool import StatePool
 from sluice.testing import compare, oracle
 from sluice.testing.inputs import generator, normal
+from tests.runs import __main__ as command
 from tests.runs import episode, exact
 from tests.suite import DEVICE
 
@@ -100,6 +105,16 @@ def test_a_fault_is_found_made_small_and_printed_with_its_command(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="one device suffices")
+@pytest.mark.parametrize("code", [0, 1, -11], ids=["pass", "a fault", "a crash"])
+def test_several_processes_pass_only_if_each_of_them_does(code, monkeypatch, capsys):
+    codes = iter([0, code, 0])
+    monkeypatch.setattr(subprocess, "Popen", lambda line: SimpleNamespace(wait=lambda: next(codes)))
+    monkeypatch.setattr(sys, "argv", ["runs", "--steps", "5000", "--seed", "7", "--workers", "3"])
+    assert command.main() == int(code != 0)
+    told = "pass" if code == 0 else "FAILED"
+    assert capsys.readouterr().out == f"3 processes, seeds 7 to 11: {told}\n"
+
+
 def test_a_byte_beside_the_rows_of_a_call_is_seen(monkeypatch):
     """A free that touches the row of another sequence."""
     right = StatePool.free

@@ -32,6 +32,18 @@ def device(op: str, value: Any, argument: str = "device") -> torch.device:
     raise ContractError(op, argument, "a device, such as 'cpu' or 'cuda:1'", shown(value))
 
 
+def present(op: str, value: Any, argument: str = "device") -> torch.device:
+    """Require a device that this machine has."""
+    found = device(op, value, argument)
+    try:
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError) as error:  # the first: a torch without CUDA
+        why = str(error).partition("\n")[0]
+        expected = "a device of this machine"
+        raise ContractError(op, argument, expected, f"{shown(value)}: {why}") from error
+    return found
+
+
 def path(op: str, value: Any, argument: str = "path") -> None:
     """Require a path, as text or as an object."""
     if not isinstance(value, (str, os.PathLike)) or "\0" in os.fspath(value):

@@ -58,8 +58,8 @@ def _recurrence(require: Require, spec: DeltaSpec) -> tuple[int, tuple[int, int,
     require(q.dim() == 4, "q", "4 dimensions [B, T, HQ, K]", f"shape {list(q.shape)}")
     B, T, HQ, K = q.shape
     require.tensor(q, "q", (B, T, HQ, K), FLOATS)
-    require.tensor(k, "k", (B, T, None, K), (q.dtype,), "[B, T, HK, K]")
-    require.tensor(v, "v", (B, T, None, None), (q.dtype,), "[B, T, HV, V]")
+    require.tensor(k, "k", (B, T, None, K), (q.dtype,), "[B, T, HK, K]", "q")
+    require.tensor(v, "v", (B, T, None, None), (q.dtype,), "[B, T, HV, V]", "q")
     HK, (HV, V) = k.shape[2], v.shape[2:]
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         require.innermost(x, name)

@@ -32,8 +32,9 @@ class Require:
         shape: tuple[Any, ...],
         dtypes: tuple[torch.dtype, ...],
         names: str = "",
+        like: str = "",
     ) -> None:
-        """Require shape (None matches any size), one of the dtypes, and the call's device."""
+        """Require shape (None matches any size), a dtype (that of ``like``), the call's device."""
         same = x.shape == shape or (
             x.dim() == len(shape)
             and all(want is None or size == want for size, want in zip(x.shape, shape, strict=True))
@@ -42,7 +43,8 @@ class Require:
             label = f"shape {list(shape)}{' = ' + names if names else ''}".replace("None", "any")
             self(False, argument, label, f"shape {list(x.shape)}")
         if x.dtype not in dtypes:
-            self(False, argument, f"dtype {_names(dtypes)}", x.dtype)
+            whose = f" = {like}'s" if like else ""
+            self(False, argument, f"dtype {_names(dtypes)}{whose}", x.dtype)
         if x.device != self.device:
             self(False, argument, f"device {self.device}", f"device {x.device}")
 
