@@ -96,19 +96,39 @@ def test_a_frozen_model_needs_no_gradients(models):
         ours.requires_grad_(False)(tokens(1, 9))
 
 
-def test_gradients_of_packed_sequences_are_those_of_each_alone_row_29(models):
+@pytest.mark.parametrize("given", ["cu_seq_lens_q", "position_ids"])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpoints"])
+def test_gradients_of_packed_sequences_are_those_of_each_alone_row_29(models, given, checkpoints):
     """Stock's torch functions mix packed sequences, so sluice does not use them here."""
     stock, ours = models
     ids, options = packed()
+    borders = options["cu_seq_lens_q"]
+    if given == "position_ids":  # as DataCollatorWithFlattening makes them
+        del options["cu_seq_lens_q"]
+    if checkpoints:
+        ours.train().gradient_checkpointing_enable()
     weight = torch.randn(1, ids.shape[1], 97, generator=torch.Generator().manual_seed(1))
     weight = weight.to(DEVICE)
     logits = ours(ids, use_cache=False, **options).logits
     (logits * weight).sum().backward()
-    for a, b in itertools.pairwise(options["cu_seq_lens_q"]):
+    for a, b in itertools.pairwise(borders):
         alone = stock(ids[:, a:b], use_cache=False).logits
         close(logits[:, a:b], alone)
         (alone * weight[:, a:b]).sum().backward()
     same_gradients(ours, stock)
+
+
+def test_positions_are_read_again_once_they_are_written_to(models):
+    """A trainer may keep one buffer of positions for all batches."""
+    _, ours = models
+    ids = tokens(1, 12)
+    position = torch.arange(12, device=DEVICE).unsqueeze(0)
+    whole = ours(ids, position_ids=position, use_cache=False).logits
+    close(whole, ours(ids, use_cache=False).logits)
+    position[0, 5:] -= 5
+    found = ours(ids, position_ids=position, use_cache=False).logits
+    for part in (slice(0, 5), slice(5, 12)):
+        close(found[:, part], ours(ids[:, part], use_cache=False).logits)
 
 
 def test_a_cache_gets_the_packed_states_too(models):
