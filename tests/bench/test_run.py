@@ -332,4 +332,4 @@ def test_an_answer_needs_every_output(small):
     workload = small("decode", "N=1")
     answer = Answer.of(workload, workload.case.inputs(torch.float32), torch.float32)
     with pytest.raises(AssertionError, match="no state among"):
-        answer.judge(workload, {"o": answer.exact["o"]})
+        answer.judge({"o": answer.exact["o"]})

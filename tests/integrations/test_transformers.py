@@ -239,8 +239,7 @@ def test_a_cache_that_records_its_past_is_left_to_transformers(models, monkeypat
     assert shapes[0] == shapes[1]
 
 
-def test_restore_leaves_no_hook_of_releases_whose_layers_take_no_borders(monkeypatch):
-    monkeypatch.setattr(integration, "_takes_borders", lambda kind: False)
+def test_restore_leaves_no_hook():
     model = accelerate(stock_model("qwen3_next"))
     assert any(module._forward_pre_hooks for module in model.modules())
     restore(model)

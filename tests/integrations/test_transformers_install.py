@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("transformers.monkey_patching", reason="this release has no registration")
 
-from tests.models import FAMILIES, config, file_of
+from tests.models import FAMILIES, config, file_of, packing
 from transformers import AutoModelForCausalLM
 from transformers import monkey_patching as patching
 
@@ -95,6 +96,20 @@ def test_a_model_loaded_from_a_directory_is_accelerated(tmp_path):
         again = pickle.loads(pickle.dumps(ours))
         assert all(is_accelerated(layer) for layer in known_layers(again))
         assert_same_bits(again(ids).logits, ours(ids).logits, "pickled")
+
+
+@pytest.mark.usefixtures("works")
+@needs_borders
+def test_packed_sequences_of_a_model_built_later_do_not_leak_by_positions_alone_row_29():
+    install()
+    ours = build("qwen3_5")
+    uninstall()
+    position, borders, _ = packing((6, 11, 4))
+    ids = torch.arange(1, 22).unsqueeze(0)
+    with torch.no_grad():
+        logits = ours(ids, position_ids=position.cpu(), use_cache=False).logits
+        for a, b in itertools.pairwise(borders):
+            assert_within(logits[:, a:b], ours(ids[:, a:b]).logits, 5e-5, name="logits")
 
 
 @pytest.mark.usefixtures("works")

@@ -46,6 +46,31 @@ def test_finite_differences_agree(backend, decay):
     assert torch.autograd.gradcheck(run, list(leaves.values()), fast_mode=True)
 
 
+@pytest.mark.parametrize("op", ["causal_conv1d", "conv_qkv", "rms_norm_gated"])
+def test_finite_differences_agree_around_the_recurrence(op):
+    def drawn(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=gen).requires_grad_()
+
+    gen = torch.Generator().manual_seed(0)
+    if op == "rms_norm_gated":
+        leaves = [drawn(3, 5), drawn(3, 5), drawn(5)]
+        assert torch.autograd.gradcheck(sluice.rms_norm_gated, leaves, fast_mode=True)
+        return
+    bounds = torch.tensor([0, 2, 2, 8])  # and a token after the last border
+    leaves = [drawn(1, 9, 12), drawn(12, 4), drawn(12), drawn(3, 12, 3)]
+    if op == "conv_qkv":
+        leaves += [drawn(1, 9, 2), drawn(1, 9, 2), drawn(2), drawn(2)]
+
+    def run(x, weight, bias, window, *gates):
+        given = dict(zip(("a", "b", "A_log", "dt_bias"), gates, strict=False))
+        sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 2} if gates else {}
+        return getattr(sluice, op)(
+            x, weight, bias, initial_state=window, cu_seqlens=bounds, **given, **sizes
+        )
+
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
 def test_a_compiled_training_step_has_the_same_gradients(layer):
     torch._dynamo.reset()
     x = torch.randn(2, 12, 32)
@@ -148,13 +173,16 @@ def test_autocast_makes_16_bit_products_outside_of_the_operators_only(layer):
     assert_within(inside, exact, 1e-5, name="dq inside of autocast")
 
 
-@pytest.mark.parametrize("op", ["prefill", "rms_norm_gated", "causal_conv1d"])
+@pytest.mark.parametrize("op", ["prefill", "rms_norm_gated", "causal_conv1d", "conv_qkv"])
 def test_second_derivatives_are_refused(op):
     x = torch.randn(1, 9, 2, 4, requires_grad=True)
     y = {
         "prefill": lambda: sluice.prefill(x, x, x)[0],
         "rms_norm_gated": lambda: sluice.rms_norm_gated(x, x, torch.ones(4)),
         "causal_conv1d": lambda: sluice.causal_conv1d(x.flatten(2), torch.ones(8, 3))[0],
+        "conv_qkv": lambda: sluice.conv_qkv(
+            x.flatten(2), torch.ones(8, 3), num_k_heads=1, num_v_heads=2, head_k_dim=2
+        )[2],
     }[op]()
     with pytest.raises(sluice.SluiceError, match=f"{op} has first derivatives only"):
         torch.autograd.grad(y.sum(), x, create_graph=True)

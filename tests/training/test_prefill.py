@@ -75,7 +75,9 @@ def test_gradients_in_float32(call, backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "chunked"])
 @pytest.mark.parametrize(
-    "call", [KINDS[0], KINDS[4], KINDS[6], KINDS[8], *HARD[:4], KINDS[9], *KEY_HARD[:4]], ids=str
+    "call",
+    [KINDS[0], KINDS[4], KINDS[6], KINDS[8], *HARD, LONG, KINDS[9], *KEY_HARD],
+    ids=str,
 )
 def test_gradients_in_16_bits(call, backend, dtype):
     check(call, dtype, backend)

@@ -46,7 +46,7 @@ class Answer:
             exact = {name: x.to(torch.float32) for name, x in exact.items()}
         return cls(exact, workload.case.tolerances(dtype, device))
 
-    def judge(self, workload: Workload, outputs: dict[str, Tensor]) -> dict[str, float]:
+    def judge(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         """The relative error of each output; raises ``AssertionError`` if one is too large.
 
         The comparison is that of the tests: the whole, each head, and the largest error.

@@ -115,7 +115,7 @@ class Session:
         call = prepared()
         before = [x.clone() for x in call.mutable]
         first, result = self._once(call)  # compiles
-        errors = answer.judge(workload, call.outputs(result))
+        errors = answer.judge(call.outputs(result))
         del result
         again, _ = self._once(call)
 
@@ -126,8 +126,8 @@ class Session:
         else:
             self.timer = timing_cpu.Timer(calls)
         self.timer.warm_up()
-        self._check_repeat(workload, answer, call, before)
-        self._check_replay(workload, answer, call, before)
+        self._check_repeat(answer, call, before)
+        self._check_replay(answer, call, before)
         return Verdict(
             "ok",
             getattr(self.timer, "why_not", ""),
@@ -147,19 +147,19 @@ class Session:
         self._wait()
         return time.perf_counter() - begin, result
 
-    def _check_repeat(self, workload: Workload, answer: Answer, call: Call, before: Any) -> None:
+    def _check_repeat(self, answer: Answer, call: Call, before: Any) -> None:
         """Check a later call too, because later calls are timed; if it is wrong, so is the row."""
         repeated = self.timer.repeated(before)
         if repeated is not None:
-            answer.judge(workload, call.outputs(repeated))
+            answer.judge(call.outputs(repeated))
 
-    def _check_replay(self, workload: Workload, answer: Answer, call: Call, before: Any) -> None:
+    def _check_replay(self, answer: Answer, call: Call, before: Any) -> None:
         """Check the replayed graph too; if it is wrong, use events instead."""
         replayed = self.timer.replayed(before)
         if replayed is None:
             return
         try:
-            answer.judge(workload, call.outputs(replayed))
+            answer.judge(call.outputs(replayed))
         except AssertionError as error:
             self.timer.use_events(f"a replayed graph is not right: {_line(error)}")
 

@@ -140,10 +140,6 @@ class Split:
         start, stop = self.borders[rank : rank + 2]
         return max(0, min(end, stop) - max(begin, start))
 
-    def begin_rank(self, sequence: int) -> int:
-        """The rank where a sequence begins, which reads its initial state."""
-        return next(p.rank for p in self.parts if sequence in p.begins)
-
     def end_rank(self, sequence: int) -> int:
         """The rank where a sequence ends, which makes its final state."""
         return next(p.rank for p in self.parts if sequence in p.ends)

@@ -26,8 +26,8 @@ _KEYWORDS = {"A_log", "chunk_size", "dt_bias", "transpose_state_layout", "use_ga
 def install() -> None:
     """Register sluice in FLA's registry, for prefill. Installing twice has no further effect.
 
-    On a GPU, FLA runs calls with gradients, because it has backward kernels; on a CPU sluice runs
-    them too. FLA also runs calls with an option that ``sluice.compat.fla`` refuses.
+    Calls with gradients are served, too. FLA runs calls with an option that ``sluice.compat.fla``
+    refuses.
 
     Raises:
         SluiceError: FLA 0.6 is not installed, or its registry is switched off
@@ -99,6 +99,6 @@ def _why_not(served: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str 
     if not on and any(more.get(name) is not None for name in ("A_log", "dt_bias")):
         return "A_log or dt_bias without use_gate_in_kernel"
     tensors = [x for x in (*given.values(), *more.values()) if isinstance(x, torch.Tensor)]
-    if given["q"].device.type != "cpu" and gradients.wanted(*tensors):
-        return "gradients on a GPU: FLA's backward is a kernel, sluice's is plain torch"
+    if given.get("use_graph") and gradients.wanted(*tensors):
+        return "use_graph with gradients: sluice reads borders back"
     return None

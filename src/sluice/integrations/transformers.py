@@ -22,10 +22,13 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from sluice.contract.errors import ContractError, SluiceError
 from sluice.integrations import transformers_cache as states
 from sluice.integrations import transformers_private as private
+from sluice.integrations.transformers_packing import borders_given, borders_of_positions
 from sluice.layers.gated_delta_net import mix, trained, wants_gradient
 from sluice.layers.rows import Rows, last_inputs, pack
 from sluice.layers.weights import ACCELERATED_SHAPE as _SHAPE
@@ -36,6 +39,7 @@ _KEPT, _BORDERS, _HOOK = (f"_sluice_{x}" for x in ("kept", "borders", "hook"))
 _choosing = threading.RLock()  # the choice is a global of a model's file
 _warned: set[str] = set()
 _installed: dict[str, type[nn.Module]] = {}  # by their names in transformers
+_watching: list[RemovableHandle] = []  # while installed: what watches the parents of new layers
 
 _FILES = {
     "Qwen3NextGatedDeltaNet": "qwen3_next",
@@ -49,11 +53,11 @@ def accelerate(model: nn.Module) -> nn.Module:
     """Run every gated delta layer of a transformers model through sluice, in place.
 
     Outputs, cache objects, ``generate()``, state dicts and submodules stay as they were. Padding on
-    either side is exact, and so are packed sequences (``cu_seq_lens_q``, or ``seq_idx`` alone,
-    whose borders the host reads). Layers of other classes are left alone. Training works the same
-    way: gradients are exact, also of packed sequences and with gradient checkpointing. A layer's
-    stock forward runs, with one warning, while a cache records its past, and with gradients from a
-    cache that holds tokens.
+    either side is exact, and so are packed sequences: ``cu_seq_lens_q``, or else ``seq_idx`` or
+    ``position_ids`` that begin anew, from which the host reads the borders. Layers of other classes
+    are left alone. Training works the same way: gradients are exact, also of packed sequences and
+    with gradient checkpointing. A layer's stock forward runs, with one warning, while a cache
+    records its past, and with gradients from a cache that holds tokens.
 
     Args:
         model: a Qwen3-Next, Qwen3.5, Qwen3.5-MoE or Qwen4-Exp model, or any module that holds its
@@ -79,9 +83,8 @@ def accelerate(model: nn.Module) -> nn.Module:
             layer.__dict__[name] = functools.partial(_forward, layer)
     for parent in model.modules():
         for name, child in parent.named_children():
-            if is_known(child) and _HOOK not in child.__dict__ and not _takes_borders(type(child)):
-                note = functools.partial(_note_borders, name)
-                child.__dict__[_HOOK] = parent.register_forward_pre_hook(note, with_kwargs=True)
+            if is_known(child):
+                _watch(parent, name, child)
     return model
 
 
@@ -136,6 +139,8 @@ def install() -> None:
     made = {name: _accelerated_class(kind) for name, kind in kinds.items()}
     patching.register_patch_mapping(made)
     _installed.update(made)
+    if not _watching:
+        _watching.append(register_module_module_registration_hook(_watch_new))
     try:  # some releases fail here if an optional package of another model is missing
         with patching.apply_patches():
             pass
@@ -151,6 +156,7 @@ def uninstall() -> None:
     if _installed:
         _registration().unregister_patch_mapping(list(_installed))
         _installed.clear()
+        _watching.pop().remove()
 
 
 def known_layers(model: nn.Module) -> list[nn.Module]:
@@ -194,7 +200,7 @@ def _forward(
     noted = self.__dict__.get(_BORDERS)  # noted by the decoder layer, if it does not pass them
     if noted is not None:
         setattr(self, _BORDERS, None)  # for this call only; Dynamo does not support dict.pop
-    borders = _borders(hidden_states, {**noted, **kwargs} if noted else kwargs)
+    borders = borders_given(hidden_states, {**noted, **kwargs} if noted else kwargs)
     training = _wants_gradients(self, hidden_states)
     reason = _why_stock(self, cache_params, training)
     if reason is not None:
@@ -256,18 +262,9 @@ def _train(layer: nn.Module, x: Tensor, cache, mask: Tensor | None, borders: Ten
     return made.y.view(x.shape)
 
 
-def _borders(x: Tensor, kwargs) -> Tensor | None:
-    """Borders of packed sequences: ``cu_seq_lens_q``, or from ``seq_idx`` [B, T]."""
-    borders, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-    if borders is not None or numbers is None:
-        return borders
-    if tuple(numbers.shape) != tuple(x.shape[:2]):
-        expected, got = f"shape {list(x.shape[:2])}", f"shape {list(numbers.shape)}"
-        raise ContractError("accelerate", "seq_idx", expected, got)
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    starts = begins.flatten().nonzero().squeeze(1)  # the host waits: it does not know N
-    return torch.cat([starts, starts.new_full((1,), numbers.numel())])
+def _is_start(layer: nn.Module, cache) -> bool:
+    """Whether a call begins its sequences."""
+    return cache is None or states.states(cache, layer.layer_idx) is None
 
 
 def _zero_states(shape, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -290,7 +287,7 @@ def _why_stock(layer: nn.Module, cache, training: bool) -> str | None:
         return None
     if states.records_past(cache, layer.layer_idx):
         return "the cache records its past, which only transformers' own forward does"
-    if training and states.states(cache, layer.layer_idx) is not None:
+    if training and not _is_start(layer, cache):
         return (
             "gradients from a cache that holds tokens: transformers' own forward runs; call the "
             "model under torch.no_grad() or torch.inference_mode() to use sluice"
@@ -363,10 +360,35 @@ def _takes_borders(kind: type) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _note_borders(name: str, parent: nn.Module, args, kwargs) -> None:
-    """Releases before 5.9 pass borders to the decoder layer only: note them there."""
-    found = {k: kwargs[k] for k in ("cu_seq_lens_q", "seq_idx") if kwargs.get(k) is not None}
-    getattr(parent, name).__dict__[_BORDERS] = found
+def _watch(parent: nn.Module, name: str, layer: nn.Module) -> None:
+    """Let a decoder layer give its gated delta layer what it would keep for itself."""
+    if _HOOK not in layer.__dict__:
+        give = functools.partial(_give_borders, name, _takes_borders(type(layer)))
+        layer.__dict__[_HOOK] = parent.register_forward_pre_hook(give, with_kwargs=True)
+
+
+def _watch_new(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """The same for a layer that ``install`` accelerated, when it gets its parent."""
+    if child is not None and is_known(child) and is_accelerated(child):
+        _watch(parent, name, child)
+
+
+def _give_borders(name: str, passed_on: bool, parent: nn.Module, args, kwargs):
+    """Before a decoder layer runs: borders as one of its arguments, which it passes on.
+
+    So they are also there when a checkpoint calls it again. Before 5.9 it passes nothing on, and
+    they are noted at the gated delta layer.
+    """
+    layer, x = getattr(parent, name), args[0] if args else kwargs["hidden_states"]
+    names = ("cu_seq_lens_q", "seq_idx")
+    found = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
+    begins = x.shape[1] > 1 and _is_start(layer, kwargs.get("past_key_values"))
+    if begins and not found and kwargs.get("attention_mask") is None:
+        borders = borders_of_positions(x, kwargs.get("position_ids"))
+        found = {} if borders is None else {"cu_seq_lens_q": borders}
+    if not passed_on:
+        layer.__dict__[_BORDERS] = found
+    return args, {**kwargs, **found}
 
 
 def _stock(layer: nn.Module) -> MethodType:

@@ -77,7 +77,7 @@ class Fla(Provider):
         def run() -> tuple[Tensor, Tensor]:
             return chunk(i["q"], i["k"], i["v"], **keywords)
 
-        return Call(run, _state_and_output(job), (ROWS, pipeline.fresh(job)))
+        return Call(run, _state_and_output, (ROWS, pipeline.fresh(job)))
 
     def _train(self, job: Job) -> Call:
         chunk, packed = load(self.package).chunk_gated_delta_rule, _packed(job)
@@ -90,7 +90,7 @@ class Fla(Provider):
         def run() -> tuple[Tensor, Tensor]:
             return recurrent(i["q"], i["k"], i["v"], initial_state=state, **_raw(i))
 
-        return Call(run, _state_and_output(job), (ROWS, pipeline.fresh(job)))
+        return Call(run, _state_and_output, (ROWS, pipeline.fresh(job)))
 
     def _verify(self, job: Job) -> Call:
         raise RefusalError("keeps no state but the last: nothing to go back to")
@@ -205,11 +205,8 @@ def _raw(i: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _state_and_output(job: Job) -> Any:
-    def outputs(result: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        return {"o": result[0], "state": result[1].to(torch.float32)}
-
-    return outputs
+def _state_and_output(result: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    return {"o": result[0], "state": result[1].to(torch.float32)}
 
 
 def provider() -> Fla:

@@ -89,7 +89,7 @@ class OnnxRuntime(Provider):
 
     def _causal_conv1d(self, job: Job) -> Call:
         c, i = job.case, job.inputs
-        graph = job.once("graph", lambda: _convolution(c))
+        graph = job.once("graph", _convolution)
         same = (c.batch, c.tokens) if c.lengths is None else equal_lengths(job)
         if same is None:
             raise RefusalError("has no packed prompts")
@@ -245,7 +245,7 @@ def _roll(g: _Graph, x: str, y: str) -> None:
     g.add("CausalConvWithState", inputs, outputs, MICROSOFT, activation="silu")
 
 
-def _convolution(c: Any) -> bytes:
+def _convolution() -> bytes:
     g = _Graph(inputs=[("x", 3), ("weight", 3), ("window", 3)], outputs=[("y", 3), ("rolled", 3)])
     _roll(g, "x", "y")
     return g.model()

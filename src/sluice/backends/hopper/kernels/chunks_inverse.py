@@ -84,6 +84,12 @@ def block_layout(shape, second, third, turned=False):
 
 
 @gluon.constexpr_function
+def lower(row, column):
+    """The number of a block among the six below the diagonal, row by row."""
+    return row * (row - 1) // 2 + column
+
+
+@gluon.constexpr_function
 def inverse_layout(KH):
     """Shared memory of A_d: [4 blocks, KH, 4 / KH, 16, 16]."""
     return block_layout([4, KH, 4 // KH, 16, 16], (2, 8), (5, 0))
@@ -201,7 +207,7 @@ def product(x, y_t, total):
 
 @gluon.jit
 def invert(k_smem, beta_smem, inv_diag_smem, KH: gl.constexpr):
-    """The blocks A_ij [4, 16, 16], i > j: (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2).
+    """The blocks A_ij [4, 16, 16], i > j, in the order of ``lower``.
 
     Their columns are mixed. The diagonal blocks go to ``inv_diag_smem``. ``k_smem`` has what
     ``store_kk`` put there. Right factors are needed transposed; where the transpose is not at hand,

@@ -17,7 +17,7 @@ Where keys nearly repeat, errors of Ag add up over tokens (docs/numerics.md). Su
 64 tokens counts as hard too, so that the serial half treats both alike.
 """
 
-# ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
+# ruff: noqa: RUF005, SIM102, SIM108 (Triton has no tuple unpacking; constexpr branches stay apart)
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from sluice.backends.hopper.kernels.chunks_inverse import (
     inverse_blocks,
     inverse_layout,
     invert,
+    lower,
     quads,
     store_kk,
     unmixed,
@@ -285,7 +286,7 @@ def store_ag(
                 if i == j:
                     ag = inv_diag.index(i).load(layout)
                 else:
-                    ag = unmixed(a[i * (i - 1) // 2 + j], KH)
+                    ag = unmixed(a[lower(i, j)], KH)
                 if DECAY:
                     difference = g2_i - gl.expand_dims(g2_rows.index(j).load(by_column), 2)
                     if i == j:

@@ -48,6 +48,12 @@ def columns():
 
 
 @gluon.constexpr_function
+def upper(row, column):
+    """The number of a block of K Kᵀ among the ten on and above the diagonal, row by row."""
+    return 4 * row - row * (row - 1) // 2 + column - row
+
+
+@gluon.constexpr_function
 def kk_layout():
     """Shared memory of four float32 blocks, as products make them."""
     return block_layout([4, 16, 16], (2, 8), (4, 0))
@@ -91,7 +97,7 @@ def products_of_keys(k_smem, K: gl.constexpr):
         sums = ()
         for j in gl.static_range(4):
             for i in gl.static_range(j, 4):
-                sums = sums + (mma_v2(k[j], k_t[i], kks[j * 4 - j * (j - 1) // 2 + i - j]),)
+                sums = sums + (mma_v2(k[j], k_t[i], kks[upper(j, i)]),)
         kks = sums
     return kks
 
@@ -123,7 +129,7 @@ def invert_diagonal(kk_smem, beta_smem):
 
 @gluon.jit
 def invert(kks, a_d, k_smem, beta_smem):
-    """The blocks A_ij [16, 16], i > j: (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2).
+    """The blocks A_ij [16, 16], i > j, in the order of ``lower`` (chunks_inverse.py).
 
     ``a_d``: the diagonal blocks; their float16 terms go to the last quarter of ``k_smem``. Where
     a product is needed as a right factor, its transpose is a product of its own.
@@ -141,13 +147,13 @@ def invert(kks, a_d, k_smem, beta_smem):
         x = x + (block_smem.index(24 + b).permute((1, 0)).load(right_block()),)
         rest = rest + (block_smem.index(28 + b).permute((1, 0)).load(right_block()),)
     x0_t = block_smem.index(24).load(left_block())
-    e = ()  # -E_ij
+    e = ()  # -E_ij, in the same order
     e_right = ()
     for i in gl.static_range(1, 4):
         beta = beta_smem.slice(16 * i, 16, 0).load(gl.SliceLayout(0, block()))
         x_i = block_smem.index(24 + i).permute((1, 0)).load(left_block())
         for j in gl.static_range(i):
-            l_t = (kks[j * 4 - j * (j - 1) // 2 + i - j] * -gl.expand_dims(beta, 0)).to(gl.float16)
+            l_t = (kks[upper(j, i)] * -gl.expand_dims(beta, 0)).to(gl.float16)
             e = e + (left(mma_v2(x_i, right(l_t), zero).to(gl.float16)),)
             if i < 3:
                 x_i_t = block_smem.index(24 + i).load(right_block())

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.kernels.chunks_gates import Gates, add, sigmoid, softplus
+from sluice.backends.hopper.kernels.chunks_inverse import lower
 from sluice.backends.hopper.kernels.chunks_warp_inverse import (
     block,
     columns,
@@ -25,6 +26,7 @@ from sluice.backends.hopper.kernels.chunks_warp_inverse import (
     invert_diagonal,
     kk_layout,
     products_of_keys,
+    upper,
 )
 from sluice.backends.hopper.kernels.constants import LOG2_E, NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, async_store, barrier, reinterpret
@@ -169,7 +171,9 @@ def hopper_chunks_warp_kernel(
         barrier()
         if r_k_ptr is not None:
             kks = normalized(kks, g2_smem, r_k_ptr + at, token, count)
-        kk_blocks.store(four_blocks(kks[0], kks[4], kks[7], kks[9]))
+        kk_blocks.store(
+            four_blocks(kks[upper(0, 0)], kks[upper(1, 1)], kks[upper(2, 2)], kks[upper(3, 3)])
+        )
         hard = (count < C) | keys_repeat(kks, r_k_ptr is not None)
         gl.store(hard_ptr + at, hard.to(gl.int8))
 
@@ -251,7 +255,7 @@ def normalized(kks, room, r_k_ptr, token, count):
     ``room``: shared memory [C] for these lengths.
     """
     for b in gl.static_range(4):
-        r_k = gl.rsqrt(diagonal(kks[4 * b - b * (b - 1) // 2]) + NORM_EPS)
+        r_k = gl.rsqrt(diagonal(kks[upper(b, b)]) + NORM_EPS)
         room.slice(16 * b, 16, 0).store(r_k)
     barrier()
     r_k = room.load(token.type.layout)
@@ -261,7 +265,7 @@ def normalized(kks, room, r_k_ptr, token, count):
         r_j = gl.expand_dims(room.slice(16 * j, 16, 0).load(gl.SliceLayout(1, block())), 1)
         for i in gl.static_range(j, 4):
             r_i = room.slice(16 * i, 16, 0).load(gl.SliceLayout(0, block()))
-            kk = kks[j * 4 - j * (j - 1) // 2 + i - j] * r_j * gl.expand_dims(r_i, 0)
+            kk = kks[upper(j, i)] * r_j * gl.expand_dims(r_i, 0)
             scaled = scaled + (kk,)
     barrier()
     return scaled
@@ -278,12 +282,12 @@ def keys_repeat(kks, NORMALIZE_QK: gl.constexpr):
     largest = gl.zeros([16, 16], gl.float32, block())
     closest = largest
     for j in gl.static_range(4):
-        kk = gl.abs(kks[4 * j - j * (j - 1) // 2])
+        kk = gl.abs(kks[upper(j, j)])
         if not NORMALIZE_QK:
             largest = gl.maximum(largest, kk)
         closest = gl.maximum(closest, gl.where(row == column, 0.0, kk))
         for i in gl.static_range(j + 1, 4):
-            closest = gl.maximum(closest, gl.abs(kks[j * 4 - j * (j - 1) // 2 + i - j]))
+            closest = gl.maximum(closest, gl.abs(kks[upper(j, i)]))
     least = 0.9
     if not NORMALIZE_QK:
         least = largest_of(largest) * 0.9
@@ -292,7 +296,7 @@ def keys_repeat(kks, NORMALIZE_QK: gl.constexpr):
         total = gl.zeros([16, 16], gl.int32, block())
         for j in gl.static_range(4):
             for i in gl.static_range(j, 4):
-                kk = gl.abs(kks[j * 4 - j * (j - 1) // 2 + i - j])
+                kk = gl.abs(kks[upper(j, i)])
                 total += gl.where(kk > least, 1 if i == j else 2, 0)
         found = gl.sum(gl.reshape(total, [256]), axis=0) >= 192
     return found
@@ -334,7 +338,7 @@ def keep_ag(
         blocks = ()
         for j in gl.static_range(4):
             if j < i:
-                ag = a[i * (i - 1) // 2 + j]
+                ag = a[lower(i, j)]
                 if DECAY:
                     g2_column = g2_smem.slice(16 * j, 16, 0).load(gl.SliceLayout(0, block()))
                     ag = ag * gl.exp2(g2_row - gl.expand_dims(g2_column, 0))
