@@ -22,7 +22,7 @@ NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
-
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
 _started: list[str] = []
 
