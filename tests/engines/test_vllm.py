@@ -182,6 +182,16 @@ def test_a_prefix_whose_states_drafts_have_left(tmp_path, drafts):
         assert calls()["vLLM's own"] == 0
 
 
+def test_two_ranks_with_half_of_the_heads_each(truth, monkeypatch):
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to ask a rank for its layers
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(truth.folder, **ranks) as e:
+        for rank in range(2):
+            assert e.layers(rank) == ["sluice.integrations.vllm.layer.SluiceGDN"] * 3
+        _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
+
+
 def _qwen3_5(folder, seed):
     """Qwen3.5's text model. Its module in vLLM imports that of images."""
     without_torchvision()
