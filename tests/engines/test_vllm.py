@@ -17,7 +17,8 @@ from sluice.integrations.vllm import private
 from tests.engines import tiny
 from tests.engines.no_torchvision import without_torchvision
 from tests.engines.tiny import NEW_TOKENS, known_answers
-from tests.engines.vllm_engine import NGRAM, Engine, calls, engine
+from tests.engines.vllm_engine import MTP, NGRAM, Engine, calls, engine
+from tests.engines.vllm_own_kernels import copied_states
 
 
 def _same(found, wanted):
@@ -105,12 +106,12 @@ def test_preemption(truth):
 
 
 def test_a_prefix_that_is_found_equals_one_that_is_not(truth):
-    """Reliability row 35. (With drafts as well, vLLM's CPU build copies states by a GPU kernel.)"""
+    """Reliability row 35."""
     with engine(
         truth.folder, enable_prefix_caching=True, max_num_seqs=4, num_gpu_blocks_override=512
     ) as e:
         heads = tiny.prompts([e.block + 10], each=4, seed=2)
-        tails = tiny.prompts([1, 5, 20, 33, 40], seed=3)
+        tails = tiny.prompts([1, 5, 20, 33, 40, 64, 65, 90], each=2, seed=3)
         prompts = [head + tail for tail in tails for head in heads]
         wanted, _ = tiny.greedy(truth.model, prompts, NEW_TOKENS)
         first = e.run(prompts, NEW_TOKENS)
@@ -142,14 +143,53 @@ def test_drafts_of_the_models_own_layer(tmp_path):
     truth = known_answers(str(tmp_path), seed=0)
     tiny.add_drafter(truth)
     prompts, wanted = _longer(truth)
-    drafts = {"method": "mtp", "num_speculative_tokens": 3}
-    with engine(truth.folder, speculative_config=drafts) as e:
+    with engine(truth.folder, speculative_config=MTP) as e:
         _same(e.tokens(prompts, NEW_TOKENS), wanted)
         drafted = e.metric("spec_decode_num_draft_tokens")
         accepted = e.metric("spec_decode_num_accepted_tokens")
         assert 0 < accepted < drafted
         assert calls()["prefill and drafts"] > 0
         assert calls()["vLLM's own"] == 0
+
+
+@pytest.mark.parametrize("drafts", [NGRAM, MTP], ids=["n-grams", "MTP"])
+def test_a_prefix_whose_states_drafts_have_left(tmp_path, drafts):
+    """Reliability rows 34 and 35. A text is continued whose last blocks were answers themselves."""
+    truth = known_answers(str(tmp_path), seed=0)
+    tiny.add_drafter(truth)
+    options = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
+    with (
+        copied_states(),
+        engine(
+            truth.folder, speculative_config=drafts, max_num_seqs=4, max_model_len=512, **options
+        ) as e,
+    ):
+        prompts, new = tiny.prompts([19, 30, 41, 62], seed=5), 2 * e.block + 12
+        wanted, _ = tiny.greedy(truth.model, prompts, new)
+        _same(e.tokens(prompts, new), wanted)
+        drafted = e.metric("spec_decode_num_draft_tokens")
+        accepted = e.metric("spec_decode_num_accepted_tokens")
+        assert 0 < accepted < drafted
+        tails = tiny.prompts([1, 2, 7, 33], seed=6)
+        texts = [p + w + q for p, w, q in zip(prompts, wanted, tails, strict=True)]
+        wanted, _ = tiny.greedy(truth.model, texts, NEW_TOKENS)
+        for _ in range(2):
+            outs = e.run(texts, NEW_TOKENS)
+            _same([o.outputs[0].token_ids for o in outs], wanted)
+            found = [o.num_cached_tokens for o in outs]
+            assert all(n > len(p) for n, p in zip(found, prompts, strict=True)), found
+        assert calls()["drafts"] > 0
+        assert calls()["vLLM's own"] == 0
+
+
+def test_two_ranks_with_half_of_the_heads_each(truth, monkeypatch):
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to ask a rank for its layers
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(truth.folder, **ranks) as e:
+        for rank in range(2):
+            assert e.layers(rank) == ["sluice.integrations.vllm.layer.SluiceGDN"] * 3
+        _same(e.tokens(truth.prompts, NEW_TOKENS), truth.tokens)
 
 
 def _qwen3_5(folder, seed):

@@ -22,7 +22,7 @@ NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
-
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
 _started: list[str] = []
 
@@ -38,9 +38,9 @@ class Engine:
         """The engine that is stepped by hand."""
         return self.llm.llm_engine
 
-    def layers(self) -> list[Any]:
-        """The gated delta layers it has built."""
-        return self.llm.apply_model(_gated_delta_layers)[0]
+    def layers(self, rank: int = 0) -> list[str]:
+        """The gated delta layers that a rank has built."""
+        return self.llm.apply_model(_gated_delta_layers)[rank]
 
     @property
     def block(self) -> int:

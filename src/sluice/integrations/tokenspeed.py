@@ -2,8 +2,10 @@
 
 tokenspeed loads ``register`` (entry point ``tokenspeed_kernel.plugins``) when its host calls
 ``discover_plugins()``. Written against commit f4d8ec6e; the signatures are those of its
-``ops/attention/triton/gated_delta_rule.py``. It was not run inside tokenspeed, which needs a GPU:
-``tests/integrations/test_tokenspeed.py`` has a registry with the same signatures.
+``ops/attention/triton/gated_delta_rule.py``, and its registry takes the four kernels. It was not
+run inside tokenspeed, which needs a GPU: ``tests/integrations/test_tokenspeed.py`` has a registry
+with the same signatures. The convolution and the split into q, k and v after it stay tokenspeed's:
+its runtime imports those functions by name, and its registry has no kernel of either.
 
 States are [P, HV, V, K], sluice's ``"vk"``. Negative indices are padding.
 """
