@@ -68,12 +68,14 @@ SPILLS_ELSEWHERE = {
 }
 """Bytes of stack per thread on Hopper, 32 where a kernel is not named, and on sm_89, 0 there."""
 USUAL = Call("usual", B=1, T=2048, K=128, V=128)
+FROM_ZERO = USUAL.of(name="from zero", state=False)
 PER_KEY = USUAL.of(name="per key", decay="key")
 
 
 def prefill(call: Call, dtype: torch.dtype) -> tuple[Any, None, Any]:
     leaves, options = call.make(dtype)
-    return leaves, None, sluice.prefill(**leaves, **options)
+    o, final = sluice.prefill(**leaves, **options)
+    return leaves, None, (o, final) if call.state else o
 
 
 def every() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -148,10 +150,45 @@ def test_every_kernel_of_the_tests_compiles_and_fits(call):
         assert used.shared <= 1024 * SHARED["sm_90"], f"{launch.kernel.name}: {used}"
 
 
+def local(call: Callable[[], Any], target: str = "sm_90", package: Any = portable) -> KernelCall:
+    """The launch that says which chunks are hard."""
+    made = launches(target, call, package=package)
+    (found,) = (x for x in made if x.kernel.name == "backward_local_kernel")
+    return found
+
+
+@pytest.mark.parametrize("package", [portable, hopper], ids=["triton", "hopper"])
+@pytest.mark.parametrize(
+    ("change", "used", "hard"),
+    [
+        ({}, 1, False),
+        ({"HV": 2}, 1, True),
+        ({"state": True}, 1, True),
+        ({}, 2, True),
+    ],
+    ids=["neither", "few heads", "initial state", "final state"],
+)
+def test_what_makes_all_chunks_hard(package, change, used, hard):
+    """A state that is given, or a gradient of the final one: either must be known, or exactness is
+    lost; and neither may be made of nothing, or training is slower."""
+
+    def run():
+        leaves, options = FROM_ZERO.of(**change).make(BFLOAT16)
+        return leaves, None, sluice.prefill(**leaves, **options)[:used]
+
+    assert local(run, package=package).arguments["ALL_HARD"] == hard
+
+
 @pytest.mark.parametrize("call", [USUAL, PER_KEY], ids=str)
 @pytest.mark.parametrize("target", ["sm_90", "sm_89"])
 def test_the_kernels_fit(target, call):
     fit(target, launches(target, partial(prefill, call, BFLOAT16)))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_89"])
+def test_the_kernel_that_finds_hard_chunks_fits(target):
+    """``test_the_kernels_fit`` has states, so there it looks for none."""
+    fit(target, [local(partial(prefill, FROM_ZERO, BFLOAT16), target)])
 
 
 @pytest.mark.parametrize("segment", [0, 1024], ids=["whole", "split"])

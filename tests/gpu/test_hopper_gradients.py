@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(interpreted(), reason="kernels are not compiled 
 needs_emulator = pytest.mark.skipif(machine.missing() is not None, reason=str(machine.missing()))
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 ARGUMENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-BASE = Call("base", B=1, T=64, HQ=1, HK=1, HV=4, K=128, V=128)
-"""Four value heads: with fewer, every chunk is hard in bfloat16."""
+BASE = Call("base", B=1, T=64, HQ=1, HK=1, HV=4, K=128, V=128, state=False)
+"""With states, few heads or few tokens (triton/kernels/backward_chunks.py) every chunk is hard."""
 
 
 PAIRS = {"backward_pairs_kernel", "backward_queries_kernel", "backward_keys_kernel"}
@@ -49,7 +49,8 @@ def drawn(call, dtype):
     gen = torch.Generator().manual_seed(1)
     tokens = leaves["v"].shape[1]
     do = torch.randn(o.shape[0], tokens, *o.shape[2:], generator=gen).to(dtype)
-    return leaves, options, (o, final), do, torch.randn(final.shape, generator=gen)
+    dfinal = torch.randn(final.shape, generator=gen) if call.state else None
+    return leaves, options, (o, final), do, dfinal
 
 
 def backward_of(leaves, options, do, dfinal, fused=True):
@@ -85,10 +86,10 @@ def check(call, dtype):
     """Every gradient of a call, against the recurrence in float64."""
     leaves, options, (o, final), do, dfinal = drawn(call, dtype)
     end = leaves["v"].shape[1] if call.lengths is None else sum(call.lengths)
-    by = [do[:, : o.shape[1]].double(), dfinal.double()]
+    by = [do[:, : o.shape[1]].double(), *([] if dfinal is None else [dfinal.double()])]
     by[0][:, end:] = 0
     do[:, end:] = float("nan")
-    wanted = torch.autograd.grad([o, final], list(leaves.values()), by)
+    wanted = torch.autograd.grad([o, final][: len(by)], list(leaves.values()), by)
     found = backward_of(leaves, options, do, dfinal)
     for (name, a), b in zip(found.items(), wanted, strict=True):
         if name in ("q", "k", "v", "g", "beta"):
@@ -98,10 +99,10 @@ def check(call, dtype):
 
 
 PACKED = BASE.of(name="packed, raw", lengths=(5, 0, 64, 1, 130), raw=True)
-HARD = BASE.of(name="identical", T=130, HV=2, keys="identical", rate=0.0, beta="one")
+HARD = BASE.of(name="identical", T=130, HV=2, keys="identical", rate=0.0, beta="one", state=True)
 SHORT = PACKED.of(name="short, raw", lengths=(5, 0, 70))
-MIXED = BASE.of(name="hard and not", lengths=(65, 64, 66))
-"""The 64 tokens have their chunk to themselves, and so has the last of 65: these two are hard."""
+MIXED = BASE.of(name="hard and not", lengths=(129, 64, 130))
+"""The last token of the 129 and the 64 tokens are hard."""
 QUICK = [
     (SHORT, BFLOAT16),
     (MIXED, BFLOAT16),
@@ -110,10 +111,11 @@ QUICK = [
 MORE = [
     BASE.of(name="whole chunk, no norm", normalize=False),
     BASE.of(name="no decay", T=130, decay=None),
-    BASE.of(name="two rows, raw", B=2, T=100, raw=True, neg_eigval=True),
-    BASE.of(name="heads", T=130, HQ=2, HK=2, state=False),
-    BASE.of(name="as many heads", T=130, HQ=4, HK=4, layout="kv", scale=0.3),
+    BASE.of(name="two rows, raw, states", B=2, T=100, raw=True, neg_eigval=True, state=True),
+    BASE.of(name="heads", T=130, HQ=2, HK=2),
+    BASE.of(name="as many heads, states", T=130, HQ=4, HK=4, layout="kv", scale=0.3, state=True),
     BASE.of(name="two heads", T=70, HV=2),
+    BASE.of(name="one head", T=70, HV=1),
     BASE.of(name="strong decay", T=130, rate=20.0),
     BASE.of(name="beta 0", T=130, beta="zero"),
     BASE.of(name="correlated", T=130, HV=2, keys="correlated", rate=0.001, beta="one"),

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from tests.models import close, new_cache, packing, states_of, stock_model, tokens
 from tests.suite import DEVICE
+from tests.training.calls import states_in_backward
 
 from sluice.contract.errors import ContractError
 from sluice.integrations import transformers as integration
@@ -92,6 +93,18 @@ def test_gradient_checkpointing_changes_no_gradient(models):
     for (name, p), other in zip(ours.named_parameters(), again.parameters(), strict=True):
         if p.grad is not None:
             assert_same_bits(other.grad, p.grad, name)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_training_step_starts_from_zero_and_uses_no_final_state(models, cached):
+    """Transformers makes a cache unless it is told not to; it takes no part in the loss."""
+    _, ours = models
+    ids = tokens(1, 9)
+
+    def step():
+        ours.train()(ids, labels=ids, use_cache=cached).loss.backward()
+
+    assert states_in_backward(step) == [set()] * len(known_layers(ours))
 
 
 def test_gradients_from_a_cache_with_tokens_are_stock_s(models):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import sluice
+from sluice import calls
+from sluice.ops.delta import FUNCTIONAL
 from sluice.testing import gradients as exact
 from sluice.testing.compare import assert_within
 
@@ -33,7 +37,7 @@ class Call:
     delta: bool = True
     rate: float = 0.1
     keys: str = "random"  # "correlated", "repeated" or "identical"
-    beta: str = "random"  # "zero", "one" or "small"
+    beta: str | float = "random"  # "zero", "one", "small", or a number for all tokens
     raw: bool = False
     normalize: bool = True
     state: bool = True
@@ -76,12 +80,13 @@ class Call:
         if self.delta:
             b = drawn(B, T, self.HV)
             if not self.raw:
-                b = {
+                named = {
                     "random": b.sigmoid(),
                     "zero": 0 * b,
                     "one": 0 * b + 1,
                     "small": 1e-4 * b.sigmoid(),
-                }[self.beta]
+                }
+                b = named[self.beta] if isinstance(self.beta, str) else 0 * b + self.beta
             leaves["beta"] = b.to(dtype if self.raw else wide)
         if self.raw:
             leaves["A_log"] = drawn(self.HV).to(wide)
@@ -121,3 +126,19 @@ def check(call: Call, dtype: torch.dtype, backend: str | None = None) -> None:
             assert not a[:, end:].any(), f"d{name} behind the last border"
             a, b = a[:, :end], b[:, :end]
         assert_within(a, b, limit, name=f"{call}: d{name}")
+
+
+def states_in_backward(step: Callable[[], Any]) -> list[set[str]]:
+    """What each backward of ``prefill`` in a training step is given of "state" and "dfinal"."""
+    found = []
+
+    def run(op: Any, tensors: Any, *more: Any) -> Any:
+        if op is FUNCTIONAL.backward:
+            given = dict(zip(op.spec.TENSORS, tensors, strict=True))
+            found.append({name for name in ("state", "dfinal") if given[name] is not None})
+        return real(op, tensors, *more)
+
+    real = calls.run
+    with mock.patch.object(calls, "run", run):
+        step()
+    return found

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import sluice
 from sluice.layers import GatedDeltaNet, QwenShape
 from sluice.testing.compare import assert_same_bits, assert_within
-from tests.training.calls import Call
+from tests.training.calls import Call, states_in_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning")
 SHAPE = QwenShape("small", 32, 2, 4, 1, (0,), head_k_dim=8, head_v_dim=16)
@@ -232,3 +232,36 @@ def test_a_state_that_is_not_used_has_no_cost_and_no_gradient():
     dq, dS = torch.autograd.grad(final.sum(), [leaves["q"], leaves["initial_state"]])
     assert not dq.any()
     assert dS.any()
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "checkpoint", "layer"])
+def test_a_final_state_that_is_not_used_has_no_gradient(way, layer):
+    """Nor has a step from zero an initial state: on a GPU either would make the backward slower."""
+    leaves, options = Call("any", state=False).make(torch.float32)
+
+    def output(*x):
+        return sluice.prefill(**dict(zip(leaves, x, strict=True)), **options)[0]
+
+    def step():
+        x = list(leaves.values())
+        if way == "compiled":
+            torch._dynamo.reset()
+            torch.compile(output, fullgraph=True, backend="aot_eager")(*x).sum().backward()
+        elif way == "checkpoint":
+            checkpoint(output, *x, use_reentrant=True).sum().backward()
+        elif way == "layer":
+            layer(torch.randn(2, 12, 32)).sum().backward()
+        else:
+            output(*x).sum().backward()
+
+    assert states_in_backward(step) == [set()]
+
+
+def test_a_backward_is_told_of_the_states_that_a_call_uses():
+    leaves, options = Call("any").make(torch.float32)
+
+    def step():
+        o, final = sluice.prefill(**leaves, **options)
+        (o.sum() + final.sum()).backward()
+
+    assert states_in_backward(step) == [{"state", "dfinal"}]

@@ -57,8 +57,8 @@ HARD_KEYS = [
     )
 ]
 WIDE = [
-    Call("128", B=1, T=200, K=128, V=128),
-    Call("64", B=1, T=200, K=64, V=64, raw=True),
+    Call("128", B=1, T=200, K=128, V=128, state=False),
+    Call("64", B=1, T=200, K=64, V=64, raw=True, state=False),
     Call("128, packed", lengths=(5, 0, 64, 1, 130), K=128, V=128),
     Call("128, repeated", B=1, T=130, K=128, V=128, keys="repeated", rate=0.0, beta="one"),
     Call("128, correlated", B=1, T=200, K=128, V=128, keys="correlated", rate=0.01),
@@ -93,7 +93,7 @@ SPLIT = [
 ]
 """To be split into segments of 64 tokens."""
 WIDE_SPLIT = [
-    Call("split, 128", B=1, T=500, K=128, V=128),
+    Call("split, 128", B=1, T=500, K=128, V=128, state=False),
     Call("split, 128, packed", lengths=(5, 0, 256, 1, 300), K=128, V=128),
     Call("split, 128, repeated", T=300, K=128, V=128, keys="repeated", rate=0.0, beta="one"),
     Call("split, 128, correlated", T=300, K=128, V=128, keys="correlated", rate=0.01),

@@ -28,7 +28,7 @@ from sluice.backends.triton.prefill import (
     STAGES,
 )
 from sluice.backends.triton.prefill_arguments import WHOLE, units_of
-from sluice.backends.triton.prefill_backward_parts import Parts, workspace
+from sluice.backends.triton.prefill_backward_parts import Parts, all_hard, workspace
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -232,6 +232,7 @@ def planned_launches(
             V=p.V,
             BLOCK_K=min(BLOCK_K, 32 if exact else 128),
             ONCE=gpu.has_wgmma(p.device) and not exact and BLOCK_K <= 128,
+            ALL_HARD=w.hard is not None and all_hard(p),
         )
     ]
     if w.b is not None:

@@ -49,6 +49,20 @@ class Parts(NamedTuple):
     segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
 
 
+MANY_HEADS = 4
+
+
+def all_hard(p: DeltaBackwardSpec) -> bool:
+    """Whether all chunks of a call are hard (kernels/backward_chunks.py).
+
+    With strong decay nearly all of dg may be what the first tokens of a sequence read of its
+    initial state, or what its last ones write into its final state; without decay it is one overlap
+    <S, dS> per head. So few sums may nearly vanish, whatever the length. From zero, to a final
+    state that nobody uses, only those of fewer than MANY_HEADS value heads do.
+    """
+    return p.state is not None or p.dfinal is not None or p.HV < MANY_HEADS
+
+
 def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool = True) -> Parts:
     """Lay out the workspace. ``pairs``: a kernel leaves N and H in it for those after it."""
     tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N

@@ -13,9 +13,9 @@ two per chunk.
 Where keys nearly repeat, gradients are small differences of large terms. With bfloat16 inputs a
 chunk of such keys is *hard* and marked so: what is rounded to bfloat16 there (P, E, Y, N, S, dS) is
 kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read. A chunk of one
-token is hard too, and so are the only chunk of a sequence and every chunk of a call with fewer than
-MANY_HEADS value heads: there a gradient of gates is few sums, which may nearly vanish, in a long
-sequence too. So a chunk's own keys, the length of its sequence and the number of heads decide.
+token is hard too, and so is every chunk of a sequence of FEW_GATES. So a chunk's own keys, the
+length of its sequence and the number of heads decide, unless the call makes every chunk hard
+(ALL_HARD: prefill_backward_parts.all_hard).
 
 Gates are activated here, once: cumulative log2 decays, beta, and the factors by which the walks
 multiply each token. Keys and queries are read as given; their inverse lengths are factors too.
@@ -48,10 +48,8 @@ from sluice.backends.triton.kernels.prefill_chunks import (
 )
 from sluice.backends.triton.kernels.work_units import unit_span
 
-MANY_HEADS: tl.constexpr = tl.constexpr(4)
-"""What one head adds to dg and dbeta may be few sums whatever its length: with strong decay what
-the first tokens read of a state, and what the last ones write; without decay one overlap ⟨S, dS⟩.
-With this many heads they seldom vanish all at once."""
+FEW_GATES: tl.constexpr = tl.constexpr(512)
+"""Tokens times value heads. The gradients of so few gates are few sums, which may nearly vanish."""
 
 
 @triton.jit
@@ -208,6 +206,7 @@ def backward_local_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     ONCE: tl.constexpr,  # keys and queries fit into registers as they are
+    ALL_HARD: tl.constexpr,
 ):
     HO: tl.constexpr = HQ if HQ > HV else HV
     READERS: tl.constexpr = HO // HV
@@ -275,7 +274,7 @@ def backward_local_kernel(
         else:
             k_k = key_products(k_ptr, t, end, stride_k_t, K, BLOCK_K)
         hard = repeats(k_k, t, end, r_k_ptr is not None)
-        hard = hard | (end - start <= C) | (HV < MANY_HEADS)
+        hard = hard | ((end - start) * HV <= FEW_GATES) | ALL_HARD
         slot = (batch * T + t) // C + seq
         tl.store(hard_ptr + head_v.to(tl.int64) * (tokens // C + N) + slot, hard.to(tl.int32))
     for reader in tl.static_range(READERS):
