@@ -139,6 +139,8 @@ def test_a_compiled_training_step_of_packed_sequences_has_the_same_gradients():
     pytest.importorskip("transformers.models.qwen3_5", reason="not in this transformers")
     torch._dynamo.reset()
     ours = accelerate(stock_model("qwen3_5", r=3, device=DEVICE))
+    if not integration._takes_borders(type(known_layers(ours)[0])):
+        pytest.skip("before 5.9, transformers' models branch on values")
     ids, options = packed((5, 8))
     found = []
     for step in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
