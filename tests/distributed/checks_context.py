@@ -20,6 +20,7 @@ from sluice.distributed import (
 from sluice.layers import GatedDeltaNet, QwenShape
 from sluice.testing import inputs, oracle
 from sluice.testing.compare import FLOAT32_CPU, assert_same_bits, assert_within
+from tests.training.calls import FLOAT32, FLOAT64
 
 HV, HK, K, V = 4, 2, 16, 16
 
@@ -334,13 +335,14 @@ def gradients_equal_those_of_one_device(rank: int, size: int) -> None:
         whole = {n: x.clone().requires_grad_() for n, x in args.items()}
         o, _ = sluice.prefill(**whole, cu_seqlens=bounds)
         exact = torch.autograd.grad((o * weight).sum(), list(whole.values()))
-        mine = {n: x[at].clone().requires_grad_() for n, x in args.items()}
-        o, state = prefill(**mine, ranks=ranks, split=split)
-        found = torch.autograd.grad((o * weight[at]).sum(), list(mine.values()))
-        for name, a, b in zip(args, found, exact, strict=True):
-            assert_within(a, b[at], 1e-10, name=f"d{name}")
-        with pytest.raises(sluice.SluiceError, match="no gradient is defined through states"):
-            state.sum().backward()
+        for dtype, limit in ((torch.float64, FLOAT64), (torch.float32, FLOAT32)):
+            mine = {n: x[at].to(dtype, copy=True).requires_grad_() for n, x in args.items()}
+            o, state = prefill(**mine, ranks=ranks, split=split)
+            found = torch.autograd.grad((o * weight[at]).sum(), list(mine.values()))
+            for name, a, b in zip(args, found, exact, strict=True):
+                assert_within(a, b[at], limit, name=f"d{name}, {dtype}")
+            with pytest.raises(sluice.SluiceError, match="no gradient is defined through states"):
+                state.sum().backward()
 
 
 @torch.enable_grad()

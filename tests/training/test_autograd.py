@@ -25,9 +25,9 @@ def layer():
     return GatedDeltaNet(SHAPE)
 
 
-def gradients_of(function, x, layer):
+def gradients_of(function, x, layer, **options):
     x = x.clone().requires_grad_()
-    function(x).square().sum().backward()
+    function(x, **options).square().sum().backward()
     found = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
     for p in layer.parameters():
         p.grad = None
@@ -71,11 +71,24 @@ def test_finite_differences_agree_around_the_recurrence(op):
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-def test_a_compiled_training_step_has_the_same_gradients(layer):
+@pytest.mark.parametrize("kind", ["rows", "packed", "padded", "checkpoint"])
+def test_a_compiled_training_step_has_the_same_gradients(layer, kind):
     torch._dynamo.reset()
-    x = torch.randn(2, 12, 32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    plain, found = gradients_of(layer, x, layer), gradients_of(compiled, x, layer)
+    x, options = torch.randn(1 if kind == "packed" else 2, 12, 32), {}
+    if kind == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 5, 12])
+    elif kind == "padded":
+        options["attention_mask"] = torch.ones(2, 12)
+        options["attention_mask"][0, :3] = 0
+
+    def step(x, **options):
+        if kind == "checkpoint":
+            return checkpoint(layer, x, use_reentrant=False)
+        return layer(x, **options)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    plain = gradients_of(layer, x, layer, **options)
+    found = gradients_of(compiled, x, layer, **options)
     for name, exact in plain.items():
         assert_within(found[name], exact, 1e-6, name=name)
 
