@@ -34,8 +34,8 @@ def gradient_calls(
     """
     chunks = units_of(p, CHUNK, tail=True) * p.HK
     values = (p.B * p.T, p.HV * p.V), (p.HV * p.V, 1), (CHUNK, COLUMNS)
-    slots = p.B * p.T // CHUNK + p.N
-    states = (slots * p.HV * p.V, p.K), (p.K, 1), (COLUMNS, p.K)
+    chunk_slots = p.B * p.T // CHUNK + p.N
+    states = (chunk_slots * p.HV * p.V, p.K), (p.K, 1), (COLUMNS, p.K)
 
     def tiles(part: Pointer | None, of: tuple[tuple[int, int], ...]) -> Tiles | None:
         return None if part is None else Tiles(part.source, part.dtype, *of)

@@ -83,7 +83,7 @@ def walks(
     of segments before both."""
     split = w.segments is not None
     tokens, row = p.B * p.T, p.HV * p.V
-    slots = tokens // CHUNK + p.N
+    chunk_slots = tokens // CHUNK + p.N
     pads = dict.fromkeys(("q_desc", "p_desc", "dv_desc", "dv_ptr", "p_low_ptr", "decay_q_ptr"))
     common = pads | {
         "k_desc": _input(p, "k", p.K),
@@ -116,7 +116,7 @@ def walks(
             **common
             | {
                 "v_desc": _input(p, "v", COPY_WIDTH),
-                "x_desc": _tiles(w.before, slots * row, p.K, BLOCK_V, p.K),
+                "x_desc": _tiles(w.before, chunk_slots * row, p.K, BLOCK_V, p.K),
                 "y_desc": _tiles(w.e, tokens, row, CHUNK, COPY_WIDTH),
                 "y_ptr": w.e,
                 "y_low_ptr": w.e_low,
@@ -138,7 +138,7 @@ def walks(
                 "q_desc": _input(p, "q", p.K),
                 "v_desc": _input(p, "do", COPY_WIDTH),
                 "p_desc": _tiles(w.p, tokens, p.HV * CHUNK, CHUNK, CHUNK),
-                "x_desc": _tiles(w.after, slots * row, p.K, BLOCK_V, p.K),
+                "x_desc": _tiles(w.after, chunk_slots * row, p.K, BLOCK_V, p.K),
                 "y_desc": _tiles(w.y, tokens, row, CHUNK, COPY_WIDTH),
                 "dv_desc": _input(p, "dv", COPY_WIDTH),
                 "y_ptr": w.y,

@@ -21,12 +21,12 @@ class Parts(NamedTuple):
     e_low: Pointer | None  # [tokens, HV, V]
     y: Pointer | None  # [tokens, HV, V]; None without beta
     y_low: Pointer | None
-    hard: Pointer | None  # [HV, slots] int32
+    hard: Pointer | None  # [HV, chunk_slots] int32
     n: Pointer | None  # [tokens, HO, C]; None without dO
     n_low: Pointer | None
-    n_down: Pointer | None  # [HO, slots]; None without dO, unless float16
+    n_down: Pointer | None  # [HO, chunk_slots]; None without dO, unless float16
     h: Pointer | None  # [tokens, HV, C]; None without beta
-    h_down: Pointer | None  # [HV, slots]; None without beta, unless float16
+    h_down: Pointer | None  # [HV, chunk_slots]; None without beta, unless float16
     by_pair: Pointer | None  # [HV, tokens]; None without g
     b: Pointer | None  # [tokens, HV, C]; None without beta
     b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
@@ -42,8 +42,8 @@ class Parts(NamedTuple):
     decay_q: Pointer  # [HO, tokens]
     r_k: Pointer | None  # [HK, tokens]; None without norm
     r_q: Pointer | None  # [tokens, HQ]
-    before: Pointer  # [slots, HV, V, K]: S
-    after: Pointer  # [slots, HV, V, K]: dS
+    before: Pointer  # [chunk_slots, HV, V, K]: S
+    after: Pointer  # [chunk_slots, HV, V, K]: dS
     before_low: Pointer | None  # their low terms, in hard chunks; None without g too
     after_low: Pointer | None
     segments: Pointer | None  # [segments, HV, 2 V + K, K]; None: no sequence is split
@@ -65,7 +65,7 @@ def all_hard(p: DeltaBackwardSpec) -> bool:
 
 def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool = True) -> Parts:
     """Lay out the workspace. ``pairs``: a kernel leaves N and H in it for those after it."""
-    tokens, slots = p.B * p.T, p.B * p.T // CHUNK + p.N
+    tokens, chunk_slots = p.B * p.T, p.B * p.T // CHUNK + p.N
     exact, gated, delta = p.dtype == torch.float32, p.g is not None, p.beta is not None
 
     def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -81,11 +81,11 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool 
         e_low=part(lows, "ws.e_low", tokens, p.HV, p.V, dtype=p.dtype),
         y=part(delta, "ws.y", tokens, p.HV, p.V, dtype=p.dtype),
         y_low=part(lows, "ws.y_low", tokens, p.HV, p.V, dtype=p.dtype),
-        hard=part(lows, "ws.hard", p.HV, slots, dtype=torch.int32),
+        hard=part(lows, "ws.hard", p.HV, chunk_slots, dtype=torch.int32),
         n=part(asked, "ws.n", tokens, p.HO, CHUNK, dtype=p.dtype),
         n_low=part(asked and lows, "ws.n_low", tokens, p.HO, CHUNK, dtype=p.dtype),
-        n_down=part(asked and scaled, "ws.n_down", p.HO, slots),
-        h_down=part(pairs and scaled and delta, "ws.h_down", p.HV, slots),
+        n_down=part(asked and scaled, "ws.n_down", p.HO, chunk_slots),
+        h_down=part(pairs and scaled and delta, "ws.h_down", p.HV, chunk_slots),
         h=part(pairs and delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
         by_pair=part(pairs and gated, "ws.by_pair", p.HV, tokens),
         b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
@@ -102,9 +102,9 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool 
         decay_q=part(True, "ws.decay_q", p.HO, tokens),
         r_k=part(p.normalize_qk, "ws.r_k", p.HK, tokens),
         r_q=part(p.normalize_qk, "ws.r_q", tokens, p.HQ),
-        before=part(True, "ws.S", slots, p.HV, p.V, p.K, dtype=p.dtype),
-        after=part(True, "ws.dS", slots, p.HV, p.V, p.K, dtype=p.dtype),
-        before_low=part(lows and gated, "ws.S_low", slots, p.HV, p.V, p.K, dtype=p.dtype),
-        after_low=part(lows and gated, "ws.dS_low", slots, p.HV, p.V, p.K, dtype=p.dtype),
+        before=part(True, "ws.S", chunk_slots, p.HV, p.V, p.K, dtype=p.dtype),
+        after=part(True, "ws.dS", chunk_slots, p.HV, p.V, p.K, dtype=p.dtype),
+        before_low=part(lows and gated, "ws.S_low", chunk_slots, p.HV, p.V, p.K, dtype=p.dtype),
+        after_low=part(lows and gated, "ws.dS_low", chunk_slots, p.HV, p.V, p.K, dtype=p.dtype),
         segments=part(segments > 0, "ws.segments", segments, p.HV, 2 * p.V + p.K, p.K),
     )

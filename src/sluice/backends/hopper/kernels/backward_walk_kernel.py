@@ -65,7 +65,7 @@ def hopper_walk_kernel(
     y_ptr,  # the same tensors
     dv_ptr,
     y_low_ptr,  # [B * T, HV, V]: low terms of y in hard chunks; None: there are none
-    x_low_ptr,  # [slots, HV, V, K]: low terms of X in hard chunks; None: there are none, or no g
+    x_low_ptr,  # [chunk_slots, HV, V, K]: low terms of X in hard chunks; None: none, or no g
     p_low_ptr,  # [B * T, HV, C]; None without BACK too
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     beta32_ptr,  # [HV, B * T] float32

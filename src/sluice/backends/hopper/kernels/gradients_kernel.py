@@ -65,12 +65,12 @@ def hopper_gradients_kernel(
     y_desc,
     e_low_desc,  # low terms in hard chunks; None: there are none
     y_low_desc,
-    before_desc,  # [slots * HV * V, K], block [64, K]: the state before each chunk
+    before_desc,  # [chunk_slots * HV * V, K], block [64, K]: the state before each chunk
     after_desc,  # the same: the gradient of the state after it
     g_ptr,  # [B, T, HV]; read if it is a raw gate
     A_log_ptr,  # [HV]; None: g is no raw gate
     dt_bias_ptr,  # [HV]; None: 0
-    hard_ptr,  # [HV, slots] int32; None: no chunk is hard
+    hard_ptr,  # [HV, chunk_slots] int32; None: no chunk is hard
     by_low_ptr,  # [HV, B * T] float32: what low terms of states add to dg in hard chunks
     beta32_ptr,  # [HV, B * T] float32
     g2_ptr,  # [HV, B * T] float32: γ in powers of two; None without g

@@ -35,13 +35,13 @@ def run_loader(args):
     number = pid * 0
     item = pid * 0
     place = first_place(pid * 0)
-    pid, chunk, slot = find_chunk(args, pid, number)
+    pid, chunk, chunk_slot = find_chunk(args, pid, number)
     if chunk.count > 0:
         place = copy_rows(args, chunk, 0, place)
     while chunk.count > 0:
         for head in range(shared.heads):
             mbarrier.wait(barriers.states_free, (item & 1) ^ 1)
-            copy_states(args, chunk, slot, head)
+            copy_states(args, chunk, chunk_slot, head)
             if head == 0:
                 mbarrier.wait(barriers.keys_free, (number & 1) ^ 1)
                 mbarrier.expect(barriers.keys_loaded, 2 * 2 * C * K)
@@ -52,7 +52,7 @@ def run_loader(args):
                 place = copy_rows(args, chunk, head + 1, place)
             item += 1
         number += 1
-        pid, chunk, slot = find_chunk(args, pid + gl.num_programs(0), number)
+        pid, chunk, chunk_slot = find_chunk(args, pid + gl.num_programs(0), number)
         if chunk.count > 0:
             place = copy_rows(args, chunk, 0, place)
 
@@ -75,11 +75,11 @@ def find_chunk(args, pid, number):
         pid += gl.num_programs(0)
         row, count, seq, t = chunk_at(args, pid)
     count = gl.where(pid < args.chunks, count, 0)
-    slot = row // C + seq
+    chunk_slot = row // C + seq
     is_hard = count < 0
     if args.hard_ptr is not None:
         head = (pid % HK) * args.shared.heads
-        hard_at = head.to(gl.int64) * (args.shared.tokens // C + args.N) + slot
+        hard_at = head.to(gl.int64) * (args.shared.tokens // C + args.N) + chunk_slot
         is_hard = gl.load(args.hard_ptr + hard_at, mask=count > 0, other=0) != 0
     batch = seq * 0
     if args.cu_seqlens_ptr is None:
@@ -88,7 +88,7 @@ def find_chunk(args, pid, number):
     put_chunk(args.shared, chunk, pid // HK, batch, t)
     barrier()
     mbarrier.arrive(args.shared.barriers.chunk_ready.index(number % CHUNKS), count=1)
-    return pid, chunk, slot
+    return pid, chunk, chunk_slot
 
 
 @gluon.jit
@@ -133,14 +133,14 @@ def copy_rows(args, chunk, head, place):
 
 
 @gluon.jit
-def copy_states(args, chunk, slot, head):
+def copy_states(args, chunk, chunk_slot, head):
     """Start the copies of S and dS of a head."""
     shared = args.shared
     K: gl.constexpr = shared.tiles.qk.shape[2]
     ready = shared.barriers.states_ready
     mbarrier.expect(ready, 2 * 4 * GROUP_V * K)
     head_v = chunk.head_k * shared.heads + head
-    row = (slot * (shared.HK * shared.heads) + head_v) * (2 * GROUP_V)
+    row = (chunk_slot * (shared.HK * shared.heads) + head_v) * (2 * GROUP_V)
     for half in gl.static_range(2):
         part = [row + half * GROUP_V, 0]
         async_load(args.before_desc, part, ready, shared.tiles.states.index(2 * half))

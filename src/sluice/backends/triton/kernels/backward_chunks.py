@@ -275,8 +275,8 @@ def backward_local_kernel(
             k_k = key_products(k_ptr, t, end, stride_k_t, K, BLOCK_K)
         hard = repeats(k_k, t, end, r_k_ptr is not None)
         hard = hard | ((end - start) * HV <= FEW_GATES) | ALL_HARD
-        slot = (batch * T + t) // C + seq
-        tl.store(hard_ptr + head_v.to(tl.int64) * (tokens // C + N) + slot, hard.to(tl.int32))
+        chunk_slot = (batch * T + t) // C + seq
+        tl.store(hard_ptr + head_v.to(tl.int64) * (tokens // C + N) + chunk_slot, hard.to(tl.int32))
     for reader in tl.static_range(READERS):
         head_o = head_v * READERS + reader
         head_q = head_o * HQ // HO

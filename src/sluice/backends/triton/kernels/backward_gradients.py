@@ -61,12 +61,12 @@ def state_products(
 
 
 @triton.jit
-def plus_product(acc, x, y, down_ptr, head, slot, slots, PRECISION: tl.constexpr):
+def plus_product(acc, x, y, down_ptr, head, chunk_slot, chunk_slots, PRECISION: tl.constexpr):
     """acc + x y, where x is stored over a power of two of its chunk and head, if at all."""
     if down_ptr is None:
         acc = tl.dot(x, y, acc=acc, input_precision=PRECISION)
     else:
-        acc += tl.dot(x, y) * tl.load(down_ptr + head.to(tl.int64) * slots + slot)
+        acc += tl.dot(x, y) * tl.load(down_ptr + head.to(tl.int64) * chunk_slots + chunk_slot)
     return acc
 
 
@@ -176,7 +176,7 @@ def backward_queries_kernel(
     rows = t + tl.arange(0, C) < end
     in_row = batch * T
     token = in_row + t + tl.arange(0, C)  # in the workspace
-    slot = (in_row + t) // C + seq
+    chunk_slot = (in_row + t) // C + seq
     k_ptr += batch * stride_k_b
     q_at = q_ptr + batch * stride_q_b + head_q * stride_q_h
     dq = tl.zeros([C, BLOCK_K], tl.float32)
@@ -188,7 +188,7 @@ def backward_queries_kernel(
             if by_query_ptr is not None:
                 tl.store(by_query_ptr + of_output, tl.zeros([C], tl.float32), mask=rows)
         else:
-            S_at = S_ptr + (slot * HV + head_v) * (K * V)
+            S_at = S_ptr + (chunk_slot * HV + head_v) * (K * V)
             do_at = do_ptr + (in_row * HO + head_o) * V
             read = state_products(
                 tl.zeros([C, BLOCK_K], tl.float32), do_at, S_at, t, end, 0, HO * V,
@@ -203,10 +203,10 @@ def backward_queries_kernel(
             n = load_tile(n_at, t, end, 0, HO * C, C, C)
             k_at = k_ptr + (head_v // (HV // HK)) * stride_k_h
             k = load_tile(k_at, t, end, 0, stride_k_t, K, BLOCK_K)
-            slots = tokens // C + N
-            dq = plus_product(dq, n, k, n_down_ptr, head_o, slot, slots, PRECISION)
+            chunk_slots = tokens // C + N
+            dq = plus_product(dq, n, k, n_down_ptr, head_o, chunk_slot, chunk_slots, PRECISION)
             if hard_ptr is not None:
-                if is_hard(hard_ptr, head_v, slot, slots):
+                if is_hard(hard_ptr, head_v, chunk_slot, chunk_slots):
                     n_at = n_low_ptr + (in_row * HO + head_o) * C
                     dq = tl.dot(load_tile(n_at, t, end, 0, HO * C, C, C), k, acc=dq)
     at = dq_ptr + (in_row * HQ + head_q) * K
@@ -295,8 +295,8 @@ def backward_keys_kernel(
     rows = t + offs_c < end
     in_row = batch * T
     token = in_row + t + offs_c  # in the workspace
-    slot = (in_row + t) // C + seq
-    slots = tokens // C + N
+    chunk_slot = (in_row + t) // C + seq
+    chunk_slots = tokens // C + N
     q_ptr += batch * stride_q_b
     d_ptr += batch * stride_d_b
     k_at = k_ptr + batch * stride_k_b + head_k * stride_k_h
@@ -306,8 +306,8 @@ def backward_keys_kernel(
     for j in range(SHARING):
         head_v = head_k * SHARING + j
         of_value = head_v.to(tl.int64) * tokens + token
-        S_at = S_ptr + (slot * HV + head_v) * (K * V)
-        dS_at = dS_ptr + (slot * HV + head_v) * (K * V)
+        S_at = S_ptr + (chunk_slot * HV + head_v) * (K * V)
+        dS_at = dS_ptr + (chunk_slot * HV + head_v) * (K * V)
         d_at = d_ptr + head_v * stride_d_h  # D without beta, which is a factor
         beta = load_vector(beta32_ptr, of_value, rows)
         out = beta * load_vector(decay_out_ptr, of_value, rows)
@@ -325,7 +325,7 @@ def backward_keys_kernel(
                 K, V, PIECE, BLOCK_V, STAGES, PRECISION,
             )  # fmt: skip
             if hard_ptr is not None:
-                if is_hard(hard_ptr, head_v, slot, slots):
+                if is_hard(hard_ptr, head_v, chunk_slot, chunk_slots):
                     low_at = d_low_ptr + (in_row * HV + head_v) * V
                     write = state_products(
                         write, low_at, dS_at, t, end, i * PIECE, HV * V,
@@ -347,9 +347,13 @@ def backward_keys_kernel(
                 dk_i += read
                 h = load_tile(h_ptr + (in_row * HV + head_v) * C, t, end, 0, HV * C, C, C)
                 k = load_tile(k_at, t, end, i * PIECE, stride_k_t, K, PIECE)
-                dk_i = plus_product(dk_i, h, k, h_down_ptr, head_v, slot, slots, PRECISION)
+                dk_i = plus_product(
+                    dk_i, h, k, h_down_ptr, head_v, chunk_slot, chunk_slots, PRECISION
+                )
                 h = tl.trans(h)
-                dk_i = plus_product(dk_i, h, k, h_down_ptr, head_v, slot, slots, PRECISION)
+                dk_i = plus_product(
+                    dk_i, h, k, h_down_ptr, head_v, chunk_slot, chunk_slots, PRECISION
+                )
             if n_ptr is not None:
                 for reader in tl.static_range(READERS):
                     head_o = head_v * READERS + reader
@@ -357,7 +361,9 @@ def backward_keys_kernel(
                     n = load_tile(n_ptr + (in_row * HO + head_o) * C, t, end, 0, HO * C, C, C)
                     q = load_tile(q_at, t, end, i * PIECE, stride_q_t, K, PIECE)
                     n = tl.trans(n)
-                    dk_i = plus_product(dk_i, n, q, n_down_ptr, head_o, slot, slots, PRECISION)
+                    dk_i = plus_product(
+                        dk_i, n, q, n_down_ptr, head_o, chunk_slot, chunk_slots, PRECISION
+                    )
             sums = sums + (dk_i,)
         dk = sums
         if g2_ptr is not None:
@@ -368,7 +374,7 @@ def backward_keys_kernel(
             before = offs_c[None, :] < offs_c[:, None]
             dg += tl.sum(tl.where(before, wrote[None, :], asked[None, :]), axis=1)
             if hard_ptr is not None:
-                if is_hard(hard_ptr, head_v, slot, slots):
+                if is_hard(hard_ptr, head_v, chunk_slot, chunk_slots):
                     dg += load_vector(by_low_ptr, of_value, rows)
             if A_log_ptr is not None:
                 at = g_ptr + batch * stride_g_b + head_v * stride_g_h

@@ -185,8 +185,8 @@ def backward_key_local_kernel(
     g = log2_gates(
         g_ptr, A_log_ptr, dt_bias_ptr, head_v, offs_c[:, None], stride_g_t, offs_k[None, :], left, K
     )
-    slot = (batch * T + t) // KEY_C + seq
-    at = decay_ptr + (slot * HV + head_v) * K + offs_k
+    chunk_slot = (batch * T + t) // KEY_C + seq
+    at = decay_ptr + (chunk_slot * HV + head_v) * K + offs_k
     tl.store(at, tl.exp2(tl.sum(g, axis=0)), mask=offs_k < K)
     decay = tl.exp2(tl.cumsum(g, axis=0))
     mask_k = rows[:, None] & (offs_k < K)[None, :]

@@ -99,9 +99,9 @@ def backward_key_pairs_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     rows = offs_c < left
     token = batch * T + t  # in the workspace
-    slot = (token // KEY_C + seq) * HV + head_v
-    S_ptr += slot * (K * V)
-    dS_ptr += slot * (K * V)
+    chunk_slot = (token // KEY_C + seq) * HV + head_v
+    S_ptr += chunk_slot * (K * V)
+    dS_ptr += chunk_slot * (K * V)
     d_ptr += batch * stride_d_b + t * stride_d_t + head_v * stride_d_h
     g_ptr += batch * stride_g_b + t * stride_g_t + head_v * stride_g_h
     if beta_ptr is not None:
@@ -122,7 +122,9 @@ def backward_key_pairs_kernel(
         d = load_by(d_ptr, offs_c[:, None], stride_d_t, offs_v[None, :], left, V)
         write = exact_dot(d, dS, write)
         whole += tl.sum(dS * load_columns(S_ptr, offs_v, offs_k, K, V), axis=0)
-    tl.store(whole_ptr + slot * K + offs_k, whole * tl.exp2(tl.sum(g, axis=0)), mask=offs_k < K)
+    tl.store(
+        whole_ptr + chunk_slot * K + offs_k, whole * tl.exp2(tl.sum(g, axis=0)), mask=offs_k < K
+    )
     after = log2_gates(
         g_ptr, A_log_ptr, dt_bias_ptr, head_v, offs_c[:, None] + 1, stride_g_t, offs_k[None, :],
         left, K,
@@ -231,8 +233,8 @@ def backward_key_channels_kernel(
     k_ptr += batch * stride_k_b + t * stride_k_t + head_k * stride_k_h
     g_ptr += batch * stride_g_b + t * stride_g_t + head_v * stride_g_h
     in_k = (token * HV + head_v) * K
-    slot = token // KEY_C + seq
-    whole = tl.load(whole_ptr + (slot * HV + head_v) * K + offs_k, mask=some, other=0.0)
+    chunk_slot = token // KEY_C + seq
+    whole = tl.load(whole_ptr + (chunk_slot * HV + head_v) * K + offs_k, mask=some, other=0.0)
     keys = ()
     spans = ()  # of each token before i: the log2 decays after it, up to i
     dk = ()

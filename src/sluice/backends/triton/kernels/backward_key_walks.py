@@ -78,9 +78,9 @@ def backward_key_states_kernel(
     if state_ptr is not None:
         at = state_at(state_ptr, seq, head_v, HV, offs_k, offs_v, K, V, STATE_KV)
         S = tl.load(at, mask=tile, other=0.0).to(tl.float32)
-    slot = (token // KEY_C + seq) * HV + head_v
-    S_ptr += slot * (K * V) + offs_v[:, None] * K + offs_k[None, :]
-    decay_ptr += slot * K + offs_k
+    chunk_slot = (token // KEY_C + seq) * HV + head_v
+    S_ptr += chunk_slot * (K * V) + offs_v[:, None] * K + offs_k[None, :]
+    decay_ptr += chunk_slot * K + offs_k
     v_ptr += batch * stride_v_b + start * stride_v_t + head_v * stride_v_h
     for t in tl.range(0, size, KEY_C, num_stages=STAGES):
         left = size - t
@@ -149,9 +149,9 @@ def backward_key_walk_kernel(
     if dfinal_ptr is not None:
         at = state_at(dfinal_ptr, seq, head_v, HV, offs_k, offs_v, K, V, STATE_KV)
         dS = tl.load(at, mask=tile, other=0.0).to(tl.float32)
-    slot = (token // KEY_C + seq) * HV + head_v
-    dS_ptr += slot * (K * V) + offs_v[:, None] * K + offs_k[None, :]
-    decay_ptr += slot * K + offs_k
+    chunk_slot = (token // KEY_C + seq) * HV + head_v
+    dS_ptr += chunk_slot * (K * V) + offs_v[:, None] * K + offs_k[None, :]
+    decay_ptr += chunk_slot * K + offs_k
     chunks = (size + KEY_C - 1) // KEY_C
     for i in tl.range(0, chunks, num_stages=STAGES):
         t = (chunks - 1 - i) * KEY_C

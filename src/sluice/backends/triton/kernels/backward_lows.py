@@ -91,13 +91,13 @@ def backward_lows_kernel(
     if (seq == N) | (t >= end):
         return
     in_row = batch * T
-    slot = (in_row + t) // C + seq
-    if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+    chunk_slot = (in_row + t) // C + seq
+    if is_hard(hard_ptr, head_v, chunk_slot, tokens // C + N):
         offs_c = tl.arange(0, C)
         rows = t + offs_c < end
         token = in_row + t + offs_c  # in the workspace
         of_value = head_v.to(tl.int64) * tokens + token
-        state = (slot * HV + head_v) * (K * V)
+        state = (chunk_slot * HV + head_v) * (K * V)
         S_ptr += state
         S_low_ptr += state
         dS_ptr += state

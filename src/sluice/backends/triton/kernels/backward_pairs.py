@@ -94,17 +94,17 @@ def row_products(
 
 
 @triton.jit
-def to_float16(x, down_ptr, head, slot, slots):
+def to_float16(x, down_ptr, head, chunk_slot, chunk_slots):
     """x over a power of two that float16 suits; stores that power, of a chunk of a head."""
     up, down = float16_scale(tl.max(tl.abs(x)), 14)
-    tl.store(down_ptr + head.to(tl.int64) * slots + slot, down)
+    tl.store(down_ptr + head.to(tl.int64) * chunk_slots + chunk_slot, down)
     return x * up
 
 
 @triton.jit
-def is_hard(hard_ptr, head_v, slot, slots):
+def is_hard(hard_ptr, head_v, chunk_slot, chunk_slots):
     """Whether a chunk is hard. Asked only where there is a ``hard_ptr``: low terms come with it."""
-    return tl.load(hard_ptr + head_v.to(tl.int64) * slots + slot) != 0
+    return tl.load(hard_ptr + head_v.to(tl.int64) * chunk_slots + chunk_slot) != 0
 
 
 @triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
@@ -167,7 +167,7 @@ def backward_pairs_kernel(
     rows = t + offs_c < end
     in_row = batch * T
     token = in_row + t + offs_c  # in the workspace
-    slot = (in_row + t) // C + seq
+    chunk_slot = (in_row + t) // C + seq
     of_value = head_v.to(tl.int64) * tokens + token
     r_k = load_vector(r_k_ptr, head_k.to(tl.int64) * tokens + token, rows)
     by_column = load_vector(beta32_ptr, of_value, rows) * r_k
@@ -185,32 +185,32 @@ def backward_pairs_kernel(
             do_at = do_ptr + (in_row * HO + head_o) * V
             n = row_products(do_at, d_at, t, end, HO * V, stride_d_t, V, BLOCK_V, STAGES, PRECISION)
             if hard_ptr is not None:
-                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                if is_hard(hard_ptr, head_v, chunk_slot, tokens // C + N):
                     n += row_products(do_at, low_at, t, end, HO * V, HV * V, V, BLOCK_V, 1, "tf32")
             in_n = ((in_row + t) * HO + head_o) * C
             if g2_ptr is not None:
                 beta = load_vector(beta32_ptr, of_value, rows)
                 p = tl.load(p_ptr + in_n + in_chunk, mask=rows[:, None], other=0.0).to(tl.float32)
                 if hard_ptr is not None:
-                    if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                    if is_hard(hard_ptr, head_v, chunk_slot, tokens // C + N):
                         p += tl.load(p_low_ptr + in_n + in_chunk, mask=rows[:, None], other=0.0)
                 pairs += n * p * beta[None, :]
             r_q = load_vector(r_q_ptr, token * HQ + head_o * HQ // HO, rows)
             n = n * fade(g2, low, g2_low_ptr is not None)
             n = n * (r_q * scale)[:, None] * by_column[None, :]
             if n_down_ptr is not None:
-                n = to_float16(n, n_down_ptr, head_o, slot, tokens // C + N)
+                n = to_float16(n, n_down_ptr, head_o, chunk_slot, tokens // C + N)
             high = n.to(n_ptr.dtype.element_ty)
             tl.store(n_ptr + in_n + in_chunk, high, mask=rows[:, None])
             if hard_ptr is not None:
-                if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+                if is_hard(hard_ptr, head_v, chunk_slot, tokens // C + N):
                     rest = (n - high.to(tl.float32)).to(n_low_ptr.dtype.element_ty)
                     tl.store(n_low_ptr + in_n + in_chunk, rest, mask=rows[:, None])
     if h_ptr is not None:
         y_at = y_ptr + (in_row * HV + head_v) * V
         h = row_products(y_at, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V, STAGES, PRECISION)
         if hard_ptr is not None:
-            if is_hard(hard_ptr, head_v, slot, tokens // C + N):
+            if is_hard(hard_ptr, head_v, chunk_slot, tokens // C + N):
                 y_low = y_low_ptr + (in_row * HV + head_v) * V
                 h += row_products(y_at, low_at, t, end, HV * V, HV * V, V, BLOCK_V, 1, "tf32")
                 h += row_products(y_low, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V, 1, "tf32")
@@ -226,7 +226,7 @@ def backward_pairs_kernel(
         at = h_ptr + ((in_row + t) * HV + head_v) * C + offs_c[:, None] * (HV * C) + offs_c[None, :]
         stored = h
         if h_down_ptr is not None:
-            stored = to_float16(h, h_down_ptr, head_v, slot, tokens // C + N)
+            stored = to_float16(h, h_down_ptr, head_v, chunk_slot, tokens // C + N)
         tl.store(at, stored.to(h_ptr.dtype.element_ty), mask=rows[:, None])
         if g2_ptr is not None:
             k_at = k_ptr + batch * stride_k_b + head_k * stride_k_h
