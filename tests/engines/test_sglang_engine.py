@@ -53,19 +53,29 @@ def test_prompts_in_chunks_and_prefixes_that_are_found(truth, monkeypatch, strat
 
 
 def test_drafts_of_the_models_own_layer(truth, monkeypatch):
-    """Reliability row 34. Verified without writing a state, and committed for all layers."""
+    """Reliability rows 34 and 35. Verified without writing a state, committed for all layers; the
+    states that the radix cache keeps of some texts are from among the drafts.
+    """
     options = {
         "attention_backend": "triton",  # the plain one has no drafts
-        "disable_radix_cache": True,
+        "mamba_radix_cache_strategy": "extra_buffer",
+        "mamba_track_interval": BLOCK,
         "speculative_algorithm": "NEXTN",
         "speculative_num_steps": 3,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 4,
     }
     kinds = "decode, extend and draft tokens"
-    prompts, wanted = truth.prompts[:16], truth.tokens[:16]
-    (found,) = _run(monkeypatch, truth.folder, kinds, [prompts], **options)
-    assert [answer["tokens"] for answer in found] == wanted
+    prompts = tiny.prompts([BLOCK - 6, BLOCK - 4], each=4, seed=9)
+    answers, _ = tiny.greedy(truth.model, prompts, NEW_TOKENS)
+    tails = tiny.prompts([3, 20], each=4, seed=10)
+    on = [a + b + c for a, b, c in zip(prompts, answers, tails, strict=True)]
+    on_answers, _ = tiny.greedy(truth.model, on, NEW_TOKENS)
+    rounds = _run(monkeypatch, truth.folder, kinds, [truth.prompts[:16], prompts, on], **options)
+    for found, wanted in zip(rounds, [truth.tokens[:16], answers, on_answers], strict=True):
+        assert [answer["tokens"] for answer in found] == wanted
+    assert all(answer["cached_tokens"] >= BLOCK for answer in rounds[2])
+    found = rounds[0]
     steps = sum(answer["spec_verify_ct"] for answer in found)
     assert NEW_TOKENS / 4 * len(found) < steps < (NEW_TOKENS - 1) * len(found)
 
