@@ -5,9 +5,10 @@ folder, the engine's options, and rounds of prompts) and writes into it what was
 
 SGLang's wheel has kernels for GPUs only. Triton's interpreter runs those that are Triton's; it has
 no block pointers, so plain torch takes the place of the gated norm. SGLang is told that the extra
-buffer of its radix cache is possible here. The plug-in's operators are the CPU's. SGLang's
-scheduler, radix cache, pools, attention, experts and sampling are its own. SGLang starts processes
-that import this file anew, with ``test_sglang_engine.ENVIRONMENT``.
+buffer of its radix cache is possible here, and to use its Triton kernels for drafts, as on another
+maker's GPU. The plug-in's operators are the CPU's. SGLang's scheduler, radix cache, pools, drafts,
+attention, experts and sampling are its own. SGLang starts processes that import this file anew,
+with ``test_sglang_engine.ENVIRONMENT``.
 """
 # ruff: noqa: E402
 
@@ -24,6 +25,7 @@ without_torchvision()
 
 import torch
 from sglang.kernels.ops.attention.fla import fused_norm_gate
+from sglang.kernels.ops.speculative import spec_tree
 from sglang.srt.arg_groups import mamba_hook
 from torch import Tensor
 
@@ -44,11 +46,17 @@ def pageable(x: Tensor) -> Tensor:
     return x
 
 
+def nothing() -> None:
+    """``torch.cuda.synchronize`` without a GPU."""
+
+
 interpreter.hasten()
+torch.cuda.synchronize = nothing
 Tensor.pin_memory = pageable
 triton.DEVICES = ("cuda",)
 fused_norm_gate.rms_norm_gated = norm
 mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+spec_tree._is_xpu = True
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -63,6 +71,7 @@ OPTIONS: dict[str, Any] = {
     "linear_attn_prefill_backend": "sluice",
     "mem_fraction_static": 0.3,
     "max_total_tokens": 8192,
+    "max_mamba_cache_size": 64,
     "context_length": 512,
     "watchdog_timeout": 3000,
     "log_level": "info",
@@ -73,12 +82,12 @@ def main(file: Path) -> None:
     import sglang
 
     asked = json.loads(file.read_text())
-    engine = sglang.Engine(model_path=asked["folder"], **OPTIONS, **asked["options"])
+    engine = sglang.Engine(model_path=asked["folder"], **OPTIONS | asked["options"])
     params = {"temperature": 0, "max_new_tokens": asked["new"], "ignore_eos": True}
     rounds = []
     for prompts in asked["rounds"]:
         outs = engine.generate(input_ids=prompts, sampling_params=params)
-        rounds.append([(o["output_ids"], o["meta_info"]["cached_tokens"]) for o in outs])
+        rounds.append([{"tokens": o["output_ids"], **o["meta_info"]} for o in outs])
     file.write_text(json.dumps(rounds))
     engine.shutdown()
 

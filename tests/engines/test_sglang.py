@@ -1,7 +1,7 @@
 """SGLang's own backend class, pools and metadata, with the plug-in's kernels, on a CPU.
 
-SGLang's kernels need a GPU, so the judge is the layer over each sequence alone. A whole server was
-not tried.
+SGLang's kernels need a GPU, so the judge is the layer over each sequence alone.
+``test_sglang_engine.py`` runs the whole engine.
 """
 # ruff: noqa: E402
 

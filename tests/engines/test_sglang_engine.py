@@ -21,43 +21,74 @@ BLOCK = 64
 """The buffer holds states after a multiple of so many tokens."""
 
 
+@pytest.fixture
+def truth(tmp_path) -> tiny.Truth:
+    """Its configuration names the interval: published ones do, transformers no longer does."""
+    made = known_answers(str(tmp_path), seed=0)
+    tiny.add_drafter(made)
+    config = tmp_path / "config.json"
+    interval = {"full_attention_interval": tiny.CONFIG["full_attention_interval"]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **interval}))
+    return made
+
+
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer"])
-def test_prompts_in_chunks_and_prefixes_that_are_found(tmp_path, monkeypatch, strategy):
+def test_prompts_in_chunks_and_prefixes_that_are_found(truth, monkeypatch, strategy):
     """Reliability row 35. 64 prompts, eight at once; prompts that begin alike; texts that go on
-    from those and their answers. Without the buffer SGLang keeps states where a request stops.
+    from those and their answers. Without the buffer SGLang keeps states where a chunk stops.
     """
-    truth = known_answers(str(tmp_path), seed=0)
-    _name_the_interval(tmp_path / "config.json")
     heads, tails = tiny.prompts([BLOCK + 10], each=3, seed=2), tiny.prompts([1, 33], each=2, seed=3)
     alike = [head + tail for tail in tails for head in heads]
     alike_wanted, _ = tiny.greedy(truth.model, alike, NEW_TOKENS)
     more = tiny.prompts([1, 5, 40], each=4, seed=4)
     on = [a + b + c for a, b, c in zip(alike, alike_wanted, more, strict=True)]
     on_wanted, _ = tiny.greedy(truth.model, on, NEW_TOKENS)
+    options = {"chunked_prefill_size": 128, "mamba_radix_cache_strategy": strategy}
+    kinds = "decode and extend"
+    answers = _run(monkeypatch, truth.folder, kinds, [truth.prompts, alike, on], **options)
+    for found, wanted in zip(answers, [truth.tokens, alike_wanted, on_wanted], strict=True):
+        assert [answer["tokens"] for answer in found] == wanted
+    for found in answers[1:]:
+        assert any(answer["cached_tokens"] >= BLOCK for answer in found)
+
+
+def test_drafts_of_the_models_own_layer(truth, monkeypatch):
+    """Reliability rows 34 and 35. Verified without writing a state, committed for all layers; the
+    states that the radix cache keeps of some texts are from among the drafts.
+    """
+    options = {
+        "attention_backend": "triton",  # the plain one has no drafts
+        "mamba_radix_cache_strategy": "extra_buffer",
+        "mamba_track_interval": BLOCK,
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    kinds = "decode, extend and draft tokens"
+    prompts = tiny.prompts([BLOCK - 6, BLOCK - 4], each=4, seed=9)
+    answers, _ = tiny.greedy(truth.model, prompts, NEW_TOKENS)
+    tails = tiny.prompts([3, 20], each=4, seed=10)
+    on = [a + b + c for a, b, c in zip(prompts, answers, tails, strict=True)]
+    on_answers, _ = tiny.greedy(truth.model, on, NEW_TOKENS)
+    rounds = _run(monkeypatch, truth.folder, kinds, [truth.prompts[:16], prompts, on], **options)
+    for found, wanted in zip(rounds, [truth.tokens[:16], answers, on_answers], strict=True):
+        assert [answer["tokens"] for answer in found] == wanted
+    assert all(answer["cached_tokens"] >= BLOCK for answer in rounds[2])
+    found = rounds[0]
+    steps = sum(answer["spec_verify_ct"] for answer in found)
+    assert NEW_TOKENS / 4 * len(found) < steps < (NEW_TOKENS - 1) * len(found)
+
+
+def _run(monkeypatch, folder: str, kinds: str, rounds: list, **options) -> list[list[dict]]:
+    """What the engine answers to each round of prompts, and what it says of each answer."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    options = {"chunked_prefill_size": 128, "max_running_requests": 8}
-    options["mamba_radix_cache_strategy"] = strategy
-    answered = _run(tmp_path, truth.folder, options, [truth.prompts, alike, on])
-    for found, wanted in zip(answered, [truth.tokens, alike_wanted, on_wanted], strict=True):
-        assert [tokens for tokens, _ in found] == wanted
-    cached = [[n for _, n in found] for found in answered]
-    assert any(n >= BLOCK for n in cached[1]) == (strategy == "extra_buffer")
-    assert all(n >= BLOCK for n in cached[2]), cached[2]
-
-
-def _name_the_interval(config: Path) -> None:
-    """As published models do: SGLang reads it, and transformers does not write it any more."""
-    interval = {"full_attention_interval": tiny.CONFIG["full_attention_interval"]}
-    config.write_text(json.dumps({**json.loads(config.read_text()), **interval}))
-
-
-def _run(folder: Path, model: str, options: dict, rounds: list) -> list:
-    file = folder / "asked.json"
-    asked = {"folder": model, "options": options, "rounds": rounds, "new": NEW_TOKENS}
-    file.write_text(json.dumps(asked))
+    file = Path(folder) / "asked.json"
+    asked = {"folder": folder, "rounds": rounds, "new": NEW_TOKENS}
+    file.write_text(json.dumps({**asked, "options": {"max_running_requests": 8, **options}}))
     command = [sys.executable, "-m", "tests.engines.sglang_engine", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "sluice: serves decode and extend of gated delta layers" in done.stderr + done.stdout
+    assert f"sluice: serves {kinds} of gated delta layers" in done.stderr + done.stdout
     return json.loads(file.read_text())
