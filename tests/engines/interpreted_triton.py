@@ -21,6 +21,8 @@ class Nobody:
         return False
 
 
-interpreter.hasten()
-backends["cpu"] = Backend(None, Nobody)
-operators.DEVICES = ("cuda",)
+def pytest_configure() -> None:
+    """Not at import: collecting docstring examples imports every file of the tests."""
+    interpreter.hasten()
+    backends["cpu"] = Backend(None, Nobody)
+    operators.DEVICES = ("cuda",)
