@@ -178,6 +178,18 @@ def test_positions_are_read_again_once_they_are_written_to(models):
         close(found[:, part], ours(ids[:, part], use_cache=False).logits)
 
 
+def test_positions_of_one_row_serve_batches_of_any_size(models):
+    """One row of positions stands for every row of a batch."""
+    _, ours = models
+    needs_positions(ours)
+    position = torch.cat([torch.arange(5), torch.arange(7)]).unsqueeze(0).to(DEVICE)
+    ids = tokens(2, 12)
+    one = ours(ids[:1], position_ids=position, use_cache=False).logits
+    both = ours(ids, position_ids=position, use_cache=False).logits
+    close(both[:1], one)
+    close(both[1:], ours(ids[1:], position_ids=position.clone(), use_cache=False).logits)
+
+
 def test_a_cache_gets_the_packed_states_too(models):
     _, ours = models
     _, options = packed((5, 8))

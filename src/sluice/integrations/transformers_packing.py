@@ -29,20 +29,21 @@ def borders_given(x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
 def borders_of_positions(x: Tensor, position: Tensor | None) -> Tensor | None:
     """Borders where ``position_ids`` do not rise, as they do inside a sequence; None if they do.
 
-    The host waits, once per ``position_ids``: they keep the answer until they are written to. While
-    a graph records the call, nothing may depend on values: then positions are not looked at.
+    The host waits, once per ``position_ids``: they keep the answer for a batch size until they are
+    written to. While a graph records the call, nothing may depend on values: then positions are not
+    looked at.
     """
     B, T = x.shape[:2]
     if position is None or T == 1 or position.shape not in ((B, T), (1, T)) or _is_recorded(x):
         return None
-    version = None if position.is_inference() else position._version
+    asked = None if position.is_inference() else (position._version, B)
     known = getattr(position, _KNOWN, None)
-    if known is not None and version is not None and known[0] == version:
+    if known is not None and asked is not None and known[0] == asked:
         return known[1]
     begins = torch.ones((B, T), dtype=torch.bool, device=position.device)
     begins[:, 1:] = position[:, 1:] <= position[:, :-1]
     found = _ends(begins) if bool(begins[:, 1:].any()) else None
-    setattr(position, _KNOWN, (version, found))
+    setattr(position, _KNOWN, (asked, found))
     return found
 
 
