@@ -100,7 +100,7 @@ test: $(VENV)/.dev-stamp $(if $(PYTEST_ARGS),,releases)  ## every test
 	    tests/gpu/test_backward_compile.py::test_the_kernels_fit tests/gpu/test_backward_compile.py::test_hoppers_kernels_fit tests/gpu/test_untried.py tests/gpu/test_launch.py tests/test_private.py; \
 	done; \
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS_OF) -k "triton or bits" $(PYTEST_ARGS) \
-	  tests/test_contract.py tests/test_prefill_key.py tests/test_transitions.py tests/gpu/test_bits.py tests/gpu/test_sequences.py || failed=1; \
+	  tests/test_contract.py tests/test_borders.py tests/test_prefill_key.py tests/test_transitions.py tests/gpu/test_bits.py tests/gpu/test_sequences.py || failed=1; \
 	for job in $$jobs; do wait $$job || failed=1; done; exit $${failed:-0}
 
 test-long: LONG := --long

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import sluice
 from sluice.testing.compare import assert_same_bits
-from tests.suite import backends
+from tests.suite import backends, each_backend
 
 HV, K, P = 2, 16, 7
 
@@ -106,35 +108,78 @@ def test_a_window_that_a_gradient_goes_through_is_not_written():
     assert not torch.equal(final, before)
 
 
-@pytest.mark.parametrize("backend", backends("causal_conv1d"))
+CONVOLUTIONS = each_backend("causal_conv1d", "conv_qkv")
+HEADS = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
+D = 2 * 16 + 2 * 24
+
+
+def convolve(op: str, backend: str, x: torch.Tensor, **options: Any) -> None:
+    heads = HEADS if op == "conv_qkv" else {}
+    getattr(sluice, op)(x, torch.ones(D, 4), **heads, **options, backend=backend)
+
+
+def inputs(*lead: int) -> torch.Tensor:
+    return torch.randn(*lead, D, generator=torch.Generator().manual_seed(1))
+
+
+def windows(slots: int) -> torch.Tensor:
+    return torch.randn(slots, D, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)
 @pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 17])
-def test_a_window_kept_early_in_a_long_sequence_holds_no_other_sequence(backend, position):
+def test_a_window_kept_early_in_a_long_sequence_holds_no_other_sequence(op, backend, position):
     """Shorter than the window, as long as it, and longer."""
-    generator = torch.Generator().manual_seed(0)
-    x, state = torch.randn(60, 8, generator=generator), torch.randn(6, 8, 3, generator=generator)
-    weight, first = torch.ones(8, 4), state.clone()
-    kept = sluice.Checkpoints(
-        torch.tensor([[4], [5]]), positions=torch.tensor([[position], [position]])
-    )
-    where = {"slots": index(1, 2), "backend": backend}
-    sluice.causal_conv1d(
-        x, weight, state=state, cu_seqlens=index(0, 25, 60), checkpoints=kept, **where
-    )
+    x, state = inputs(60), windows(6)
+    first, column = state.clone(), torch.full((2, 1), position)
+    kept = sluice.Checkpoints(torch.tensor([[4], [5]]), positions=column)
+    where = {"slots": index(1, 2), "cu_seqlens": index(0, 25, 60), "checkpoints": kept}
+    convolve(op, backend, x, state=state, **where)
     for slot, start, own in ((4, 0, 1), (5, 25, 2)):
         stream = torch.cat([first[own], x[start : start + position].T], 1)
         assert_same_bits(state[slot], stream[:, -3:], f"slot {slot}")
 
 
-@pytest.mark.parametrize("backend", backends("causal_conv1d"))
-def test_a_checkpoint_that_a_short_sequence_does_not_reach_is_not_written(backend):
-    state = torch.randn(8, 8, 3, generator=torch.Generator().manual_seed(0))
-    before, x = state.clone(), torch.randn(43, 8, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)
+def test_a_checkpoint_that_a_short_sequence_does_not_reach_is_not_written(op, backend):
+    x, state = inputs(43), windows(8)
+    before = state.clone()
     kept = sluice.Checkpoints(torch.tensor([[4, 5], [6, 7]]), every=16)
-    where = {"slots": index(1, 2), "cu_seqlens": index(0, 3, 43), "backend": backend}
-    sluice.causal_conv1d(x, torch.ones(8, 4), state=state, checkpoints=kept, **where)
+    where = {"slots": index(1, 2), "cu_seqlens": index(0, 3, 43), "checkpoints": kept}
+    convolve(op, backend, x, state=state, **where)
     assert_same_bits(state[[4, 5]], before[[4, 5]], "slots that were not reached")
     assert_same_bits(state[6], x[16:19].T.contiguous(), "the window after 16 tokens")
     assert_same_bits(state[7], x[32:35].T.contiguous(), "the window after 32 tokens")
+
+
+@pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_windows_are_kept_as_often_as_asked(op, backend, every):
+    """More often than a window is long, too."""
+    x, state = inputs(1, 9), windows(12)
+    first, slots = state[1].clone(), torch.arange(2, 2 + 9 // every)
+    kept = sluice.Checkpoints(slots[None], every=every)
+    convolve(op, backend, x, state=state, slots=index(1), checkpoints=kept)
+    for number, slot in enumerate(slots.tolist(), 1):
+        stream = torch.cat([first, x[0, : number * every].T], 1)
+        assert_same_bits(state[slot], stream[:, -3:].contiguous(), f"slot {slot}")
+
+
+@pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)
+def test_a_row_keeps_its_own_windows_and_a_padded_one_none(op, backend):
+    x, state = inputs(3, 40), windows(16)
+    before = state.clone()
+    slots = torch.tensor([[4, 5, -1, 6], [7, 8, 9, 10], [11, -1, 12, 13]])
+    positions = torch.tensor([[40, 2, 9, 33], [40, 2, 9, 33], [3, 16, 17, 1]])
+    kept = sluice.Checkpoints(slots, positions=positions)
+    convolve(op, backend, x, state=state, slots=index(1, -1, 3), checkpoints=kept)
+    for row, own in ((0, 1), (2, 3)):
+        for slot, position in zip(slots[row].tolist(), positions[row].tolist(), strict=True):
+            if slot > 0:
+                stream = torch.cat([before[own], x[row, :position].T], 1)
+                assert_same_bits(state[slot], stream[:, -3:].contiguous(), f"slot {slot}")
+    others = [0, 2, 7, 8, 9, 10, 14, 15]
+    assert_same_bits(state[others], before[others], "slots of nobody, and of a padded row")
 
 
 def test_an_initial_state_without_gradients_is_not_written():

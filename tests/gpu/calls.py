@@ -119,6 +119,7 @@ def production(device: str = "meta") -> Iterator[ModelCall]:
     yield named(model, "conv_qkv, few tokens a sequence", "conv_qkv", 2, 3, True)
     yield named(model, "conv_qkv, many tokens", "conv_qkv", 2, 2100, True)
     yield named(model, "conv_qkv, one token a sequence", "conv_qkv", 2, 1, True)
+    yield named(model, "conv_qkv, checkpoints", "conv_qkv_kept", 2, 2100, 64)
     yield named(model, "conv_qkv, window at a column", "conv_qkv_start", 2, 4)
     yield named(model, "norm", "rms_norm_gated", 2)
 

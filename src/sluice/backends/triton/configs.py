@@ -130,9 +130,6 @@ def conv(D: int, tokens: int) -> Config:
 # per thread an SM holds 32 programs of one warp, the most it can.
 FEW_REGISTERS, FEW_BEFORE = 64, (3, 8)
 """The limit, and the release of Triton whose code would spill 104 bytes with so few."""
-CHECKPOINT_REGISTERS = 168
-"""The limit of calls with checkpoints on GPUs other than Hopper's: the fewest without spills, of a
-multiple of programs per SM (12). With 64 they would spill 328 bytes (sm_80); not measured."""
 _ONE = Config(num_warps=1, BLOCK_T=1, UNIT_T=1, fp_fusion=True)
 CONV_QKV: tuple[Row, ...] = (
     Row(1, _ONE),

@@ -23,6 +23,11 @@ def units(p: ConvSpec | ConvQkvSpec, tokens: int) -> int:
     return p.N * max(1, configs.blocks(p.T, tokens))
 
 
+def checkpoints(p: ConvSpec | ConvQkvSpec) -> int:
+    """Windows inside sequences that a call may write: N · M rows of programs after the units."""
+    return 0 if p.checkpoint_slots is None else p.checkpoint_slots.numel()
+
+
 def average(p: ConvSpec | ConvQkvSpec) -> int:
     """Tokens per sequence on average, which is all that shapes say of packed sequences."""
     return configs.blocks(p.T, max(p.N, 1)) if p.varlen else p.T
@@ -83,7 +88,7 @@ def launches(spec: ConvSpec) -> Launches:
     columns = configs.blocks(p.D, config.BLOCK_D)
     call = kernel_call(
         CONV,
-        units(p, config.UNIT_T) * columns,
+        (units(p, config.UNIT_T) + checkpoints(p)) * columns,
         config,
         p.device,
         **common,

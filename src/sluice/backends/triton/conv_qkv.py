@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sluice.backends.triton import configs, gpu
+from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
-from sluice.backends.triton.conv import average, shared, units
+from sluice.backends.triton.conv import average, checkpoints, shared, units
 from sluice.backends.triton.launch import Launches
 from sluice.contract.spec import ConvQkvSpec
 
@@ -16,14 +16,12 @@ FEW_HEADS = 16
 def constant_steps(p: ConvQkvSpec, config: configs.Config) -> dict[str, int]:
     """The strides that ``inner_unit`` has as constants; zeros where it cannot be used.
 
-    It needs heads without gaps. Checkpoints, and units cut for short sequences, take the general
-    path.
+    It needs heads without gaps. Units cut for short sequences take the general path.
     """
     x, q, k, v = p.x.strides, p.q.strides, p.k.strides, p.v.strides
     serves = (
         p.K == p.V == config.BLOCK_D
         and config.UNIT_T > config.BLOCK_T
-        and p.checkpoints == "none"
         and x[2] == 1
         and p.weight.is_dense()
         and q[1] == k[1]
@@ -38,12 +36,10 @@ def launches(spec: ConvQkvSpec) -> Launches:
     """The kernel of ``conv_qkv``."""
     memory, p = Binding(spec), spec
     config = configs.conv_qkv(p.K, p.V, average(p), p.x.dtype.itemsize)
-    if config.maxnreg and p.checkpoints != "none" and gpu.shares_sm(p.device):
-        config = config._replace(maxnreg=configs.CHECKPOINT_REGISTERS)
     parts = 2 * p.HK + p.HV + (p.g is not None or p.beta is not None)
     call = kernel_call(
         CONV_QKV,
-        units(p, config.UNIT_T) * parts,
+        (units(p, config.UNIT_T) + checkpoints(p)) * parts,
         config,
         p.device,
         **shared(p, memory),

@@ -3,8 +3,8 @@
     y_t = act(bias + Σ_w weight_w x_(t - W + 1 + w))                         (V1)
 
 One program owns UNIT_T tokens of one sequence × BLOCK_D channels, and convolves BLOCK_T tokens at a
-time. Only a sequence's first unit reads its window, and it writes the new one. Calls with one token
-per sequence, as in decode, have a kernel of their own.
+time. Only a sequence's first unit reads its window, and it writes the new one. The last programs
+write checkpoints. Calls with one token per sequence, as in decode, have a kernel of their own.
 """
 # ruff: noqa: SIM102 (a constexpr branch stays an if of its own)
 
@@ -26,7 +26,9 @@ from sluice.backends.triton.kernels.window import (
     keep_stream,
     load_weights,
     place_window,
-    save_windows,
+    roll_window,
+    save_checkpoint,
+    save_early_checkpoints,
 )
 from sluice.backends.triton.kernels.work_units import probe_sequence
 
@@ -122,7 +124,19 @@ def conv_kernel(
     WRITE_STATE: tl.constexpr,
 ):
     number, column = divide(tl.program_id(0), columns, inverse_columns)
+    checkpoints = Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot)
+    strides = ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l)
     begin()
+    if checkpoint_slots_ptr is not None:
+        left = tl.num_programs(0) - 1 - tl.program_id(0)
+        checkpoint, column_of_it = divide(left, columns, inverse_columns)
+        if checkpoint < N * M:
+            offs_d = (column_of_it * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+            save_checkpoint(
+                checkpoint, checkpoints, x_ptr, state_ptr, cu_seqlens_ptr, slots_ptr, T, offs_d,
+                offs_d < D, stride_x_b, stride_state_p, strides, L,
+            )  # fmt: skip
+            return
     unit = locate(
         number, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
         UNIT_T,
@@ -137,6 +151,12 @@ def conv_kernel(
         window_ptr = state_ptr + unit.slot * stride_state_p
         if window_start_ptr is not None:
             window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
+    if checkpoint_slots_ptr is not None:
+        if unit.live & (unit.number == 0):
+            save_early_checkpoints(
+                x_ptr, state_ptr, window_ptr, unit, checkpoints, offs_d, mask_d, stride_state_p,
+                strides, L,
+            )  # fmt: skip
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
 
     # tokens whose taps reach into the window are made here, so that the loop reads tokens only
@@ -146,8 +166,8 @@ def conv_kernel(
         if unit.known & (unit.number == 0):
             offs_t = tl.arange(0, FIRST).to(tl.int64)
             y = convolve_first(
-                x_ptr, weights, bias_ptr, window_ptr, offs_t, length, offs_d, mask_d,
-                ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l), L, W, SILU,
+                x_ptr, weights, bias_ptr, window_ptr, offs_t, length, offs_d, mask_d, strides,
+                L, W, SILU,
             )  # fmt: skip
             at = y_ptr + offs_t[:, None] * stride_y_t + offs_d[None, :] * stride_y_d
             mask = (offs_t < tl.minimum(W - 1, length))[:, None] & mask_d[None, :]
@@ -170,22 +190,18 @@ def conv_kernel(
         offs_t += BLOCK_T
         place += BLOCK_T * stride_x_t
         out += BLOCK_T * stride_y_t
-    if WRITE_STATE and window_start_ptr is not None:
+    if WRITE_STATE:
         if unit.live & (unit.number == 0):
-            keep_stream(
-                x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
-                unit.kept, unit.length, offs_d, mask_d,
-                ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l), L, W,
-            )  # fmt: skip
-    elif WRITE_STATE:
-        if unit.live:
-            save_windows(
-                x_ptr, state_ptr, window_ptr, unit,
-                Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot),
-                offs_d, mask_d, stride_state_p,
-                ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
-                L, UNIT_T, BLOCK_L,
-            )  # fmt: skip
+            if window_start_ptr is not None:
+                keep_stream(
+                    x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
+                    unit.kept, unit.length, offs_d, mask_d, strides, L, W,
+                )  # fmt: skip
+            else:
+                roll_window(
+                    x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
+                    unit.kept, unit.length, offs_d, mask_d, strides, L, BLOCK_L,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "pad_slot", *COLUMNS], do_not_specialize_on_alignment=INDICES)

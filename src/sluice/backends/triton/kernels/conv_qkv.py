@@ -27,7 +27,9 @@ from sluice.backends.triton.kernels.window import (
     keep_stream,
     load_weights,
     place_window,
-    save_windows,
+    roll_window,
+    save_checkpoint,
+    save_early_checkpoints,
 )
 
 
@@ -392,7 +394,23 @@ def conv_qkv_kernel(
     GATES: tl.constexpr = 0 if g_ptr is None and beta_ptr is None else 1
     conv: tl.constexpr = Convolution(W, UNIT_T, BLOCK_T, BLOCK_D, SILU, NORMALIZE_QK)
     steps: tl.constexpr = Steps(STEP_X, STEP_QK, STEP_V)
+    checkpoints = Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot)
+    strides = ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l)
     begin()
+    if checkpoint_slots_ptr is not None:
+        left = tl.num_programs(0) - 1 - tl.program_id(0)
+        checkpoint, piece = divide(left, 2 * HK + HV + GATES, inverse_parts)
+        if checkpoint < N * M:
+            is_key = piece < 2 * HK
+            of_it = tl.arange(0, BLOCK_D)
+            begins = tl.where(is_key, piece * K, 2 * HK * K + (piece - 2 * HK) * V)
+            save_checkpoint(
+                checkpoint, checkpoints, x_ptr, state_ptr, cu_seqlens_ptr, slots_ptr, T,
+                (begins + of_it).to(tl.int64),
+                (of_it < tl.where(is_key, K, V)) & (piece < 2 * HK + HV),
+                stride_x_b, stride_state_p, strides, L,
+            )  # fmt: skip
+            return
     row, part = divide(tl.program_id(0), 2 * HK + HV + GATES, inverse_parts)
     part = part.to(tl.int64)
     unit = locate(
@@ -453,6 +471,12 @@ def conv_qkv_kernel(
             window_ptr = state_ptr + unit.slot * stride_state_p
             if window_start_ptr is not None:
                 window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
+        if checkpoint_slots_ptr is not None:
+            if unit.live & (unit.number == 0):
+                save_early_checkpoints(
+                    x_ptr, state_ptr, window_ptr, unit, checkpoints, offs_d, mask_d,
+                    stride_state_p, strides, L,
+                )  # fmt: skip
         # int64: T·D passes 2**31 in long inputs
         place = x_ptr + first.to(tl.int64) * stride_x_t + offs_d * stride_x_d
         out = out_ptr + first.to(tl.int64) * stride_out_t + offs
@@ -473,20 +497,15 @@ def conv_qkv_kernel(
         convolve_rows(
             place, out, taps, weights, bias, tokens, mask_d, is_key, stride_x_t, stride_out_t, conv
         )
-        if WRITE_STATE and window_start_ptr is not None:
+        if WRITE_STATE:
             if unit.live & (unit.number == 0):
-                keep_stream(
-                    x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known,
-                    unit.kept, unit.length, offs_d, mask_d,
-                    ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
-                    L, W,
-                )  # fmt: skip
-        elif WRITE_STATE:
-            if unit.live:
-                save_windows(
-                    x_ptr, state_ptr, window_ptr, unit,
-                    Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot),
-                    offs_d, mask_d, stride_state_p,
-                    ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l),
-                    L, UNIT_T, BLOCK_L,
-                )  # fmt: skip
+                if window_start_ptr is not None:
+                    keep_stream(
+                        x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p,
+                        unit.known, unit.kept, unit.length, offs_d, mask_d, strides, L, W,
+                    )  # fmt: skip
+                else:
+                    roll_window(
+                        x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p,
+                        unit.known, unit.kept, unit.length, offs_d, mask_d, strides, L, BLOCK_L,
+                    )  # fmt: skip

@@ -253,7 +253,7 @@ def keep_stream(
 
 
 @triton.jit
-def save_windows(
+def save_early_checkpoints(
     x_ptr,  # the sequence's first token
     state_ptr,  # [P, D, L] the pool
     window_ptr,  # [D, L] the sequence's own row
@@ -264,30 +264,88 @@ def save_windows(
     stride_state_p,
     strides,
     L: tl.constexpr,
-    UNIT_T: tl.constexpr,
-    BLOCK_L: tl.constexpr,
 ):
-    """Write checkpoints and, last, the sequence's final window.
+    """Write the windows of checkpoints after fewer than L tokens, which hold old columns.
 
-    Only a sequence's first unit reads its old window. So it alone may write the new one, and the
-    checkpoints that still hold old columns. The sequence's units share the other checkpoints.
+    Only a sequence's first unit reads its old window, and overwrites it later: so that unit alone
+    calls this. One column at a time, as in ``keep_stream``.
     """
-    if checkpoints.slots_ptr is not None:
-        units = tl.maximum((unit.length + UNIT_T - 1) // UNIT_T, 1)
-        for m in range(checkpoints.M):
-            at = unit.seq * checkpoints.M + m
-            position = (m + 1) * checkpoints.every
-            if checkpoints.positions_ptr is not None:
-                position = tl.load(checkpoints.positions_ptr + at).to(tl.int32)
-            owner = tl.where(position < L, 0, m % units)
-            if (owner == unit.number) & (position <= unit.length):
-                slot = tl.load(checkpoints.slots_ptr + at).to(tl.int64)
-                roll_window(
-                    x_ptr, window_ptr, state_ptr + slot * stride_state_p, unit.known,
-                    slot > checkpoints.pad_slot, position, offs_d, mask_d, strides, L, BLOCK_L,
-                )  # fmt: skip
-    if unit.number == 0:
-        roll_window(
-            x_ptr, window_ptr, state_ptr + unit.write_slot * stride_state_p, unit.known, unit.kept,
-            unit.length, offs_d, mask_d, strides, L, BLOCK_L,
-        )  # fmt: skip
+    early = checkpoints.M
+    if checkpoints.positions_ptr is None:
+        early = tl.minimum(early, (L - 1) // checkpoints.every)
+    for m in range(early):
+        at = unit.seq * checkpoints.M + m
+        position = checkpoint_position(checkpoints, at, m)
+        if (position < L) & (position <= unit.length):
+            slot = tl.load(checkpoints.slots_ptr + at).to(tl.int64)
+            out = state_ptr + slot * stride_state_p + offs_d * strides.window_d
+            mask = mask_d & (slot > checkpoints.pad_slot)
+            for i in range(L):
+                source = (position + i).to(tl.int64)
+                old = tl.load(
+                    window_ptr + source * strides.window_l + offs_d * strides.window_d,
+                    mask=mask & unit.known & (source < L),
+                    other=0.0,
+                )
+                new = tl.load(
+                    x_ptr + (source - L) * strides.x_t + offs_d * strides.x_d,
+                    mask=mask & (source >= L),
+                    other=0.0,
+                )
+                column = tl.where(source < L, old, new.to(old.dtype))
+                tl.store(out + i * strides.window_l, column, mask=mask)
+
+
+@triton.jit
+def save_checkpoint(
+    number,  # of the checkpoint: the place of its slot in [N, M]
+    checkpoints,
+    x_ptr,  # [B, T, D]
+    state_ptr,  # [P, D, L]
+    cu_seqlens_ptr,
+    slots_ptr,
+    T,
+    offs_d,
+    mask_d,
+    stride_x_b,
+    stride_state_p,
+    strides,
+    L: tl.constexpr,
+):
+    """Write the window of a checkpoint, if it holds tokens alone.
+
+    A checkpoint has programs of its own, so units neither look for checkpoints nor wait for them.
+    """
+    seq = (number // checkpoints.M).to(tl.int64)
+    position = checkpoint_position(checkpoints, number, number % checkpoints.M).to(tl.int64)
+    slot = tl.load(checkpoints.slots_ptr + number).to(tl.int64)
+    live = slot > checkpoints.pad_slot
+    if slots_ptr is not None:
+        live = live & (tl.load(slots_ptr + seq) > checkpoints.pad_slot)
+    batch = seq
+    start = seq * 0
+    length = start + T
+    if cu_seqlens_ptr is not None:
+        batch = seq * 0
+        start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
+        length = tl.load(cu_seqlens_ptr + seq + 1).to(tl.int64) - start
+    if live & (position >= L) & (position <= length):
+        first = x_ptr + batch * stride_x_b + (start + position - L) * strides.x_t
+        place = first + offs_d * strides.x_d
+        out = state_ptr + slot * stride_state_p + offs_d * strides.window_d
+        columns = ()
+        for i in tl.static_range(L):
+            columns = columns + (tl.load(place + i * strides.x_t, mask=mask_d, other=0.0),)
+        for i in tl.static_range(L):
+            column = columns[i].to(out.dtype.element_ty)
+            tl.store(out + i * strides.window_l, column, mask=mask_d)
+
+
+@triton.jit
+def checkpoint_position(checkpoints, number, m):
+    """Tokens before a checkpoint: by its number in [N, M], or its column ``m``."""
+    if checkpoints.positions_ptr is not None:
+        position = tl.load(checkpoints.positions_ptr + number).to(tl.int32)
+    else:
+        position = (m + 1) * checkpoints.every
+    return position
