@@ -159,20 +159,24 @@ def test_verify_and_commit_leave_the_bits_of_decode(monkeypatch, state, accepted
         compare.assert_same_bits(o[:, :accepted].contiguous(), expected, "o")
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=("", "checkpoints"))
 @pytest.mark.parametrize("lengths", [(1, 37, 0, 20), (16,), (33,)], ids=str)
-def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, lengths):
+def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, lengths, kept):
     """A chunk inside a sequence has its own code path; its neighbours take the general one."""
     HK, HV, K, N, T = 2, 4, SIZE.get("K", 32), len(lengths), sum(lengths) + 3
     D = (2 * HK + HV) * K
     gen = torch.Generator().manual_seed(T)
     x, weight, bias, a, b, pool = (
         torch.randn(*shape, generator=gen).to(DEVICE, HALF)
-        for shape in ((T, D), (D, 4), (D,), (T, HV), (T, HV), (N, D, 3))
+        for shape in ((T, D), (D, 4), (D,), (T, HV), (T, HV), (3 * N, D, 3))
     )
     rates = {name: torch.zeros(HV, device=DEVICE) for name in ("A_log", "dt_bias")}
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     rows = {"cu_seqlens": bounds.to(DEVICE), "slots": torch.arange(N, device=DEVICE)}
     heads = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": K}
+    if kept:
+        slots = N + torch.arange(2 * N, device=DEVICE).view(N, 2)
+        rows["checkpoints"] = sluice.Checkpoints(slots, every=16)
     found = []
     general = {"STEP_X": 0, "STEP_QK": 0, "STEP_V": 0}
     for steps in (conv_qkv.constant_steps, lambda *_: general):
@@ -186,6 +190,9 @@ def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, 
     names = ("q", "k", "v", "g", "beta", "state")
     for name, apart, together in zip(names, *found, strict=True):
         compare.assert_same_bits(apart, together, name)
+    if kept and lengths[0] > 16:
+        at_32 = x[29:32].T.contiguous().to(HALF)
+        compare.assert_same_bits(found[0][-1][N + 1], at_32, "the window after 32 tokens")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="nothing is interpreted")
