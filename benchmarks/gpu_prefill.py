@@ -6,7 +6,8 @@ Where FlashInfer is not installed, only sluice is timed. There is a process per 
 processes compile and check their rows at the same time, and then time them one after another.
 Outputs and final states are compared with the ``chunked`` backend in float32; a side that is off is
 not timed. The two sides take turns, and the table has medians. ``--heads 16/32 8/16`` and
-``--lengths 8x1024`` choose rows.
+``--lengths 8x1024`` choose rows. ``--per-key`` has one decay per key, as KDA layers have it, and
+FLA's ``chunk_kda`` as the peer.
 """
 # ruff: noqa: T201 (a table on the terminal)
 
@@ -31,9 +32,11 @@ import torch
 from torch import Tensor
 
 import sluice
+from sluice.bench import peer_environment
 from sluice.bench.machine import conditions
 
 HEADS = ("2/8", "16/32", "16/64", "16/16", "8/16", "8/24", "16/48", "4/16", "4/8", "1/4")
+PER_KEY_HEADS = ("32/32", "4/4")  # Kimi Linear, on one GPU and on eight
 FIFTEEN = ("2/8", "16/32", "16/64")  # with OF_FIFTEEN: the rows measured since the beginning
 LENGTHS = {
     "32768": [32768],
@@ -50,7 +53,7 @@ LIMIT = 1e-2
 ROUNDS = 9
 
 
-def drawn(hk: int, hv: int, lengths: list[int]) -> dict[str, Tensor]:
+def drawn(hk: int, hv: int, lengths: list[int], *, per_key: bool) -> dict[str, Tensor]:
     gen, tokens = torch.Generator("cuda").manual_seed(0), sum(lengths)
 
     def normal(*shape: int) -> Tensor:
@@ -58,20 +61,21 @@ def drawn(hk: int, hv: int, lengths: list[int]) -> dict[str, Tensor]:
 
     q, k = (torch.nn.functional.normalize(normal(1, tokens, hk, 128), dim=-1) for _ in range(2))
     bounds = list(itertools.accumulate(lengths, initial=0))
+    decays = (1, tokens, hv, 128) if per_key else (1, tokens, hv)
     return {
         "q": q.bfloat16(), "k": k.bfloat16(), "v": normal(1, tokens, hv, 128).bfloat16(),
-        "g": -0.05 * normal(1, tokens, hv).abs(), "beta": normal(1, tokens, hv).sigmoid(),
+        "g": -0.05 * normal(*decays).abs(), "beta": normal(1, tokens, hv).sigmoid(),
         "state": 0.1 * normal(len(lengths), hv, 128, 128),
         "cu_seqlens": torch.tensor(bounds, device="cuda", dtype=torch.int32),
     }  # fmt: skip
 
 
-Run = Callable[[Tensor], Tensor]  # writes the final state into the pool that it is given
+Run = Callable[[Tensor], tuple[Tensor, Tensor]]  # initial states in; output and final states out
 
 
 def own(x: dict[str, Tensor]) -> Run:
     call = {name: y for name, y in x.items() if name != "state"}
-    return lambda pool: sluice.prefill(**call, state=pool)[0]
+    return lambda pool: sluice.prefill(**call, state=pool)
 
 
 def flashinfer(x: dict[str, Tensor], longest: int) -> Run:
@@ -79,20 +83,34 @@ def flashinfer(x: dict[str, Tensor], longest: int) -> Run:
     q, k, v, g, beta = (x[name][0] for name in ("q", "k", "v", "g", "beta"))
     alpha, slots = g.exp(), torch.arange(x["state"].shape[0], device="cuda", dtype=torch.int32)
 
-    def run(pool: Tensor) -> Tensor:
-        return chunk(
+    def run(pool: Tensor) -> tuple[Tensor, Tensor]:
+        o = chunk(
             q, k, v, alpha, beta, initial_state=pool, output_state=pool, state_indices=slots,
             output_final_state=True, cu_seqlens=x["cu_seqlens"], max_seqlen=longest,
             output=torch.empty_like(v),
-        )[0][None]  # fmt: skip
+        )[0]  # fmt: skip
+        return o[None], pool
+
+    return run
+
+
+def fla(x: dict[str, Tensor]) -> Run:
+    chunk = importlib.import_module("fla.ops.kda").chunk_kda
+    call = {name: y for name, y in x.items() if name not in ("state", "cu_seqlens")}
+    bounds = x["cu_seqlens"].long()
+
+    def run(pool: Tensor) -> tuple[Tensor, Tensor]:
+        return chunk(
+            **call, initial_state=pool, output_final_state=True, state_v_first=True,
+            cu_seqlens=bounds,
+        )  # fmt: skip
 
     return run
 
 
 def wrong(run: Run, x: dict[str, Tensor], wanted: tuple[Tensor, Tensor]) -> str | None:
     """Which result is off, and by how much; None if none is."""
-    pool = x["state"].clone()
-    found = run(pool), pool
+    found = run(x["state"].clone())
     for name, a, b in zip(("o", "state"), found, wanted, strict=True):
         off = float((a.float() - b).norm() / b.norm())
         if not off <= LIMIT:
@@ -138,18 +156,18 @@ def timed(runs: dict[str, Run], x: dict[str, Tensor]) -> dict[str, tuple[float, 
     return {n: (statistics.median(times[n]), statistics.median(eager[n])) for n in runs}
 
 
-def child(heads: str, lengths: list[str], lock: Path) -> None:
+def child(heads: str, lengths: list[str], lock: Path, *, per_key: bool) -> None:
     """Compile and check the rows of one head count; then time them while no other process runs."""
     hk, hv = map(int, heads.split("/"))
-    ready = []
+    ready, peer = [], "FLA" if per_key else "FlashInfer"
     for name in lengths:
-        x = drawn(hk, hv, LENGTHS[name])
+        x = drawn(hk, hv, LENGTHS[name], per_key=per_key)
         wanted = exact(x)
         sides, notes = {"sluice": own(x)}, {}
         try:
-            sides["FlashInfer"] = flashinfer(x, max(LENGTHS[name]))
+            sides[peer] = fla(x) if per_key else flashinfer(x, max(LENGTHS[name]))
         except ImportError as error:
-            notes["FlashInfer"] = str(error)
+            notes[peer] = str(error)
         for side, run in list(sides.items()):
             try:
                 notes[side] = wrong(run, x, wanted)
@@ -166,14 +184,14 @@ def child(heads: str, lengths: list[str], lock: Path) -> None:
             print(json.dumps(row), flush=True)
 
 
-def table(rows: list[dict[str, Any]]) -> None:
-    print("| heads | lengths | sluice | FlashInfer | ratio | eager: sluice | FlashInfer | ratio |")
+def table(rows: list[dict[str, Any]], peer: str) -> None:
+    print(f"| heads | lengths | sluice | {peer} | ratio | eager: sluice | {peer} | ratio |")
     print("|---|---|---|---|---|---|---|---|")
     ratios: dict[str, list[float]] = {"all rows": [], "the fifteen": [], "eager": []}
     for row in rows:
         cells = [row["heads"], row["lengths"]]
         for i in range(2):
-            ours, theirs = (row["times"].get(n, (None, None))[i] for n in ("sluice", "FlashInfer"))
+            ours, theirs = (row["times"].get(n, (None, None))[i] for n in ("sluice", peer))
             ratio = ours / theirs if ours and theirs else None
             cells += ["-" if t is None else f"{t:.1f}" for t in (ours, theirs)]
             cells.append("-" if ratio is None else f"{ratio:.2f}")
@@ -193,28 +211,31 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", nargs="*", default=list(HEADS))
+    parser.add_argument("--heads", nargs="*")
     parser.add_argument("--lengths", nargs="*", default=list(LENGTHS))
+    parser.add_argument("--per-key", action="store_true", help="one decay per key, beside FLA")
     parser.add_argument("--child", metavar="LOCK", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         with torch.no_grad():
-            child(given.heads[0], given.lengths, Path(given.child))
+            child(given.heads[0], given.lengths, Path(given.child), per_key=given.per_key)
         return
+    if given.per_key:
+        peer_environment.for_peers()
     for name, value in conditions(torch.device("cuda"), torch.get_num_threads()).items():
         print(f"{name}: {value}")
     began, children = time.monotonic(), []
     with tempfile.NamedTemporaryFile() as lock, Path(lock.name).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # nobody times while others compile
-        for heads in given.heads:
+        for heads in given.heads or (PER_KEY_HEADS if given.per_key else HEADS):
             line = [sys.executable, __file__, "--heads", heads, "--lengths", *given.lengths]
-            line += ["--child", lock.name]
+            line += ["--child", lock.name, *["--per-key"] * given.per_key]
             children.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
         for started in children:
             started.stdout.readline()  # it is ready, or it has ended
         fcntl.flock(held, fcntl.LOCK_UN)
         rows = [json.loads(y) for c in children for y in c.stdout]
-    table(rows)
+    table(rows, "FLA" if given.per_key else "FlashInfer")
     print(f"{time.monotonic() - began:.0f} s")
 
 
