@@ -166,6 +166,20 @@ def test_windows_are_kept_as_often_as_asked(op, backend, every):
 
 
 @pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)
+def test_an_early_window_of_a_new_sequence_begins_with_zeros(op, backend):
+    """Whatever its slot held before."""
+    x, state = inputs(2, 9), windows(6)
+    state[1] = float("nan")
+    first, slots = state[2].clone(), index(1, 2)
+    kept = sluice.Checkpoints(torch.tensor([[4], [5]]), positions=torch.full((2, 1), 2))
+    known = torch.tensor([False, True])
+    convolve(op, backend, x, state=state, slots=slots, has_state=known, checkpoints=kept)
+    for slot, row, old in ((4, 0, torch.zeros(D, 3)), (5, 1, first)):
+        stream = torch.cat([old, x[row, :2].T], 1)
+        assert_same_bits(state[slot], stream[:, -3:].contiguous(), f"slot {slot}")
+
+
+@pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)
 def test_a_row_keeps_its_own_windows_and_a_padded_one_none(op, backend):
     x, state = inputs(3, 40), windows(16)
     before = state.clone()

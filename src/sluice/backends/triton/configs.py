@@ -119,6 +119,10 @@ CONV: tuple[Row, ...] = (
 )
 
 
+CONV_CHECKPOINTS = Config(num_warps=1, BLOCK_D=256)
+"""Of the kernel that writes conv windows at checkpoints; not measured."""
+
+
 def conv(D: int, tokens: int) -> Config:
     """The row for sequences of ``tokens`` tokens."""
     config = _pick(CONV, tokens)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from sluice.backends.triton import configs
-from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
+from sluice.backends.triton.arguments import Binding, Kernel, KernelCall, inverse, kernel_call
 from sluice.backends.triton.launch import Launches
 from sluice.contract.spec import ConvQkvSpec, ConvSpec
 
 CONV = Kernel("sluice.backends.triton.kernels.conv", "conv_kernel")
 CONV_ONE = Kernel("sluice.backends.triton.kernels.conv", "conv_one_kernel")
-NOT_OF_ONE = ("cu_seqlens_ptr", "checkpoint_slots_ptr", "checkpoint_positions_ptr", "T", "M")
-NOT_OF_ONE += ("window_start_ptr", "every", "stride_x_t", "stride_y_t", "BLOCK_L")
+CHECKPOINTS = Kernel("sluice.backends.triton.kernels.conv_checkpoints", "conv_checkpoints_kernel")
+NOT_OF_ONE = ("cu_seqlens_ptr", "T", "window_start_ptr", "stride_x_t", "stride_y_t", "BLOCK_L")
 """Arguments that a single token per sequence does not need."""
+NOT_OF_CHECKPOINTS = ("weight_ptr", "bias_ptr", "write_slots_ptr", "N", "stride_w_d", "stride_w_w")
+NOT_OF_CHECKPOINTS += ("BLOCK_L", "SILU", "WRITE_STATE")
+"""Arguments that only a convolution needs."""
 
 
 def units(p: ConvSpec | ConvQkvSpec, tokens: int) -> int:
@@ -21,11 +24,6 @@ def units(p: ConvSpec | ConvQkvSpec, tokens: int) -> int:
     if p.varlen:
         return p.T // tokens + p.N + 1
     return p.N * max(1, configs.blocks(p.T, tokens))
-
-
-def checkpoints(p: ConvSpec | ConvQkvSpec) -> int:
-    """Windows inside sequences that a call may write: N · M rows of programs after the units."""
-    return 0 if p.checkpoint_slots is None else p.checkpoint_slots.numel()
 
 
 def average(p: ConvSpec | ConvQkvSpec) -> int:
@@ -44,13 +42,9 @@ def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
         "write_slots_ptr": memory.dense("write_slots"),
         "has_state_ptr": memory.dense("has_state"),
         "cu_seqlens_ptr": memory.dense("cu_seqlens"),
-        "checkpoint_slots_ptr": memory.dense("checkpoint_slots"),
-        "checkpoint_positions_ptr": memory.dense("checkpoint_positions"),
         "window_start_ptr": memory.dense("window_start"),
         "N": p.N,
         "T": p.T,
-        "M": 0 if p.checkpoint_slots is None else p.checkpoint_slots.shape[1],
-        "every": p.checkpoint_every,
         "pad_slot": p.pad_slot,
         **memory.strides("x", "btd"),
         **memory.strides("weight", "dw", "w"),
@@ -63,11 +57,42 @@ def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
     }
 
 
+def checkpoint_calls(
+    p: ConvSpec | ConvQkvSpec, memory: Binding, common: dict[str, Any]
+) -> list[KernelCall]:
+    """What writes the windows inside sequences, if the call asks for any.
+
+    It goes before the convolution, which rolls the windows that early checkpoints read.
+    """
+    if p.checkpoint_slots is None or not p.checkpoint_slots.numel():
+        return []
+    config, M = configs.CONV_CHECKPOINTS, p.checkpoint_slots.shape[1]
+    columns = configs.blocks(p.x.shape[2], config.BLOCK_D)
+    given = {name: x for name, x in common.items() if name not in NOT_OF_CHECKPOINTS}
+    call = kernel_call(
+        CHECKPOINTS,
+        p.checkpoint_slots.numel() * columns,
+        config,
+        p.device,
+        **given,
+        checkpoint_slots_ptr=memory.dense("checkpoint_slots"),
+        checkpoint_positions_ptr=memory.dense("checkpoint_positions"),
+        M=M,
+        every=p.checkpoint_every,
+        columns=columns,
+        inverse_columns=inverse(columns),
+        inverse_M=inverse(M),
+        D=p.x.shape[2],
+        BLOCK_D=config.BLOCK_D,
+    )
+    return [call]
+
+
 def launches(spec: ConvSpec) -> Launches:
     """The kernel of ``causal_conv1d``: one for a single token per sequence, one for all else."""
     memory, p = Binding(spec), spec
-    common = {**shared(p, memory), "y_ptr": memory["out"], **memory.strides("out", "btd", "y")}
-    common["D"] = p.D
+    both = shared(p, memory)
+    common = {**both, "y_ptr": memory["out"], **memory.strides("out", "btd", "y"), "D": p.D}
     one = p.T == 1 and not p.varlen and p.L > 0 and p.state is not None
     if one and p.checkpoints == "none" and p.window_start is None:
         config = configs.conv(p.D, 1)
@@ -88,7 +113,7 @@ def launches(spec: ConvSpec) -> Launches:
     columns = configs.blocks(p.D, config.BLOCK_D)
     call = kernel_call(
         CONV,
-        (units(p, config.UNIT_T) + checkpoints(p)) * columns,
+        units(p, config.UNIT_T) * columns,
         config,
         p.device,
         **common,
@@ -99,4 +124,4 @@ def launches(spec: ConvSpec) -> Launches:
         BLOCK_T=config.BLOCK_T,
         BLOCK_D=config.BLOCK_D,
     )
-    return Launches(spec, memory, [call])
+    return Launches(spec, memory, [*checkpoint_calls(p, memory, both), call])

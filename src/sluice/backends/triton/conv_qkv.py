@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sluice.backends.triton import configs
 from sluice.backends.triton.arguments import Binding, Kernel, inverse, kernel_call
-from sluice.backends.triton.conv import average, checkpoints, shared, units
+from sluice.backends.triton.conv import average, checkpoint_calls, shared, units
 from sluice.backends.triton.launch import Launches
 from sluice.contract.spec import ConvQkvSpec
 
@@ -33,16 +33,17 @@ def constant_steps(p: ConvQkvSpec, config: configs.Config) -> dict[str, int]:
 
 
 def launches(spec: ConvQkvSpec) -> Launches:
-    """The kernel of ``conv_qkv``."""
+    """The kernel of ``conv_qkv``, after that of its checkpoints."""
     memory, p = Binding(spec), spec
     config = configs.conv_qkv(p.K, p.V, average(p), p.x.dtype.itemsize)
+    both = shared(p, memory)
     parts = 2 * p.HK + p.HV + (p.g is not None or p.beta is not None)
     call = kernel_call(
         CONV_QKV,
-        (units(p, config.UNIT_T) + checkpoints(p)) * parts,
+        units(p, config.UNIT_T) * parts,
         config,
         p.device,
-        **shared(p, memory),
+        **both,
         a_ptr=memory["a"],
         b_ptr=memory["b"],
         A_log_ptr=memory.dense("A_log"),
@@ -72,4 +73,4 @@ def launches(spec: ConvQkvSpec) -> Launches:
         NORMALIZE_QK=p.normalize_qk,
         **constant_steps(p, config),
     )
-    return Launches(spec, memory, [call])
+    return Launches(spec, memory, [*checkpoint_calls(p, memory, both), call])

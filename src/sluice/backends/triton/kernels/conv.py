@@ -3,8 +3,8 @@
     y_t = act(bias + Σ_w weight_w x_(t - W + 1 + w))                         (V1)
 
 One program owns UNIT_T tokens of one sequence × BLOCK_D channels, and convolves BLOCK_T tokens at a
-time. Only a sequence's first unit reads its window, and it writes the new one. The last programs
-write checkpoints. Calls with one token per sequence, as in decode, have a kernel of their own.
+time. Only a sequence's first unit reads its window, and it writes the new one. Calls with one token
+per sequence, as in decode, have a kernel of their own, and so have checkpoints.
 """
 # ruff: noqa: SIM102 (a constexpr branch stays an if of its own)
 
@@ -17,7 +17,6 @@ from sluice.backends.triton.kernels.alignment import INDICES
 from sluice.backends.triton.kernels.math import begin, divide
 from sluice.backends.triton.kernels.window import (
     FIRST,
-    Checkpoints,
     ConvStrides,
     Unit,
     convolve,
@@ -25,10 +24,8 @@ from sluice.backends.triton.kernels.window import (
     convolve_one,
     keep_stream,
     load_weights,
-    place_window,
+    placed,
     roll_window,
-    save_checkpoint,
-    save_early_checkpoints,
 )
 from sluice.backends.triton.kernels.work_units import probe_sequence
 
@@ -76,7 +73,7 @@ def locate(
     return Unit(seq, number, batch, start, length, live, slot, known, write_slot, kept)
 
 
-FREE = ["N", "T", "M", "every", "pad_slot"]
+FREE = ["N", "T", "pad_slot"]
 COLUMNS = ["columns", "inverse_columns"]
 
 
@@ -91,13 +88,9 @@ def conv_kernel(
     write_slots_ptr,  # [N]; None: slots
     has_state_ptr,  # [N]; None: all have
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
-    checkpoint_slots_ptr,  # [N, M] or None
-    checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
     window_start_ptr,  # [N]: windows are left-aligned and read from this column on; None: are not
     N,
     T,
-    M,
-    every,
     pad_slot,
     stride_x_b,
     stride_x_t,
@@ -124,19 +117,8 @@ def conv_kernel(
     WRITE_STATE: tl.constexpr,
 ):
     number, column = divide(tl.program_id(0), columns, inverse_columns)
-    checkpoints = Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot)
     strides = ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l)
     begin()
-    if checkpoint_slots_ptr is not None:
-        left = tl.num_programs(0) - 1 - tl.program_id(0)
-        checkpoint, column_of_it = divide(left, columns, inverse_columns)
-        if checkpoint < N * M:
-            offs_d = (column_of_it * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-            save_checkpoint(
-                checkpoint, checkpoints, x_ptr, state_ptr, cu_seqlens_ptr, slots_ptr, T, offs_d,
-                offs_d < D, stride_x_b, stride_state_p, strides, L,
-            )  # fmt: skip
-            return
     unit = locate(
         number, cu_seqlens_ptr, slots_ptr, write_slots_ptr, has_state_ptr, N, T, pad_slot,
         UNIT_T,
@@ -150,13 +132,15 @@ def conv_kernel(
     if state_ptr is not None:
         window_ptr = state_ptr + unit.slot * stride_state_p
         if window_start_ptr is not None:
-            window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
-    if checkpoint_slots_ptr is not None:
-        if unit.live & (unit.number == 0):
-            save_early_checkpoints(
-                x_ptr, state_ptr, window_ptr, unit, checkpoints, offs_d, mask_d, stride_state_p,
-                strides, L,
-            )  # fmt: skip
+            window_ptr = placed(
+                window_ptr,
+                window_start_ptr,
+                unit.seq,
+                unit.known,
+                stride_state_l,
+                L,
+                W,
+            )
     weights = load_weights(weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W, True)
 
     # tokens whose taps reach into the window are made here, so that the loop reads tokens only

@@ -22,14 +22,11 @@ from sluice.backends.triton.kernels.alignment import GATES, INDICES
 from sluice.backends.triton.kernels.conv import FREE, locate
 from sluice.backends.triton.kernels.math import NORM_EPS, begin, divide, exp, sigmoid, softplus
 from sluice.backends.triton.kernels.window import (
-    Checkpoints,
     ConvStrides,
     keep_stream,
     load_weights,
-    place_window,
+    placed,
     roll_window,
-    save_checkpoint,
-    save_early_checkpoints,
 )
 
 
@@ -334,14 +331,10 @@ def conv_qkv_kernel(
     write_slots_ptr,  # [N]; None: slots
     has_state_ptr,  # [N]; None: all have
     cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
-    checkpoint_slots_ptr,  # [N, M] or None
-    checkpoint_positions_ptr,  # [N, M]; None: after every ``every`` tokens
     window_start_ptr,  # [N]: left-aligned windows, read from this column on; None: right-aligned
     beta_scale,
     N,
     T,
-    M,
-    every,
     pad_slot,
     stride_x_b,
     stride_x_t,
@@ -394,23 +387,8 @@ def conv_qkv_kernel(
     GATES: tl.constexpr = 0 if g_ptr is None and beta_ptr is None else 1
     conv: tl.constexpr = Convolution(W, UNIT_T, BLOCK_T, BLOCK_D, SILU, NORMALIZE_QK)
     steps: tl.constexpr = Steps(STEP_X, STEP_QK, STEP_V)
-    checkpoints = Checkpoints(checkpoint_slots_ptr, checkpoint_positions_ptr, M, every, pad_slot)
     strides = ConvStrides(stride_x_t, stride_x_d, stride_state_d, stride_state_l)
     begin()
-    if checkpoint_slots_ptr is not None:
-        left = tl.num_programs(0) - 1 - tl.program_id(0)
-        checkpoint, piece = divide(left, 2 * HK + HV + GATES, inverse_parts)
-        if checkpoint < N * M:
-            is_key = piece < 2 * HK
-            of_it = tl.arange(0, BLOCK_D)
-            begins = tl.where(is_key, piece * K, 2 * HK * K + (piece - 2 * HK) * V)
-            save_checkpoint(
-                checkpoint, checkpoints, x_ptr, state_ptr, cu_seqlens_ptr, slots_ptr, T,
-                (begins + of_it).to(tl.int64),
-                (of_it < tl.where(is_key, K, V)) & (piece < 2 * HK + HV),
-                stride_x_b, stride_state_p, strides, L,
-            )  # fmt: skip
-            return
     row, part = divide(tl.program_id(0), 2 * HK + HV + GATES, inverse_parts)
     part = part.to(tl.int64)
     unit = locate(
@@ -470,13 +448,15 @@ def conv_qkv_kernel(
         if state_ptr is not None:
             window_ptr = state_ptr + unit.slot * stride_state_p
             if window_start_ptr is not None:
-                window_ptr = place_window(window_ptr, window_start_ptr, unit, stride_state_l, L, W)
-        if checkpoint_slots_ptr is not None:
-            if unit.live & (unit.number == 0):
-                save_early_checkpoints(
-                    x_ptr, state_ptr, window_ptr, unit, checkpoints, offs_d, mask_d,
-                    stride_state_p, strides, L,
-                )  # fmt: skip
+                window_ptr = placed(
+                    window_ptr,
+                    window_start_ptr,
+                    unit.seq,
+                    unit.known,
+                    stride_state_l,
+                    L,
+                    W,
+                )
         # int64: T·D passes 2**31 in long inputs
         place = x_ptr + first.to(tl.int64) * stride_x_t + offs_d * stride_x_d
         out = out_ptr + first.to(tl.int64) * stride_out_t + offs

@@ -41,16 +41,6 @@ class Unit(NamedTuple):
     kept: Any  # whether the window at ``write_slot`` is written
 
 
-class Checkpoints(NamedTuple):
-    """Which windows inside the sequences are stored."""
-
-    slots_ptr: Any  # [N, M] or None
-    positions_ptr: Any  # [N, M]; None: after every ``every`` tokens
-    M: Any
-    every: Any
-    pad_slot: Any
-
-
 @triton.jit
 def load_weights(
     weight_ptr, offs_d, mask_d, stride_w_d, stride_w_w, W: tl.constexpr, FLOAT32: tl.constexpr
@@ -212,9 +202,9 @@ def roll_window(
 
 
 @triton.jit
-def place_window(window_ptr, window_start_ptr, unit, stride_l, L: tl.constexpr, W: tl.constexpr):
+def placed(window_ptr, window_start_ptr, seq, known, stride_l, L: tl.constexpr, W: tl.constexpr):
     """Where a window [D, L] would begin if its last W - 1 columns were those from its start on."""
-    start = tl.load(window_start_ptr + unit.seq, mask=unit.known, other=0).to(tl.int64)
+    start = tl.load(window_start_ptr + seq, mask=known, other=0).to(tl.int64)
     start = tl.minimum(tl.maximum(start, 0), L - W + 1)
     return window_ptr + (start - (L - W + 1)) * stride_l
 
@@ -222,7 +212,7 @@ def place_window(window_ptr, window_start_ptr, unit, stride_l, L: tl.constexpr, 
 @triton.jit
 def keep_stream(
     x_ptr,  # the sequence's first token
-    window_ptr,  # [D, L], from ``place_window``; read where ``known``
+    window_ptr,  # [D, L], from ``placed``; read where ``known``
     state_ptr,  # [D, L] left-aligned, written where ``kept``; may be the same memory
     known,
     kept,
@@ -250,102 +240,3 @@ def keep_stream(
     for t in range(tl.minimum(length, L - W + 2)):
         x = tl.load(x_ptr + t * strides.x_t + offs_d * strides.x_d, mask=mask, other=0.0)
         tl.store(out + (W - 2 + t) * strides.window_l, x.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def save_early_checkpoints(
-    x_ptr,  # the sequence's first token
-    state_ptr,  # [P, D, L] the pool
-    window_ptr,  # [D, L] the sequence's own row
-    unit,
-    checkpoints,
-    offs_d,
-    mask_d,
-    stride_state_p,
-    strides,
-    L: tl.constexpr,
-):
-    """Write the windows of checkpoints after fewer than L tokens, which hold old columns.
-
-    Only a sequence's first unit reads its old window, and overwrites it later: so that unit alone
-    calls this. One column at a time, as in ``keep_stream``.
-    """
-    early = checkpoints.M
-    if checkpoints.positions_ptr is None:
-        early = tl.minimum(early, (L - 1) // checkpoints.every)
-    for m in range(early):
-        at = unit.seq * checkpoints.M + m
-        position = checkpoint_position(checkpoints, at, m)
-        if (position < L) & (position <= unit.length):
-            slot = tl.load(checkpoints.slots_ptr + at).to(tl.int64)
-            out = state_ptr + slot * stride_state_p + offs_d * strides.window_d
-            mask = mask_d & (slot > checkpoints.pad_slot)
-            for i in range(L):
-                source = (position + i).to(tl.int64)
-                old = tl.load(
-                    window_ptr + source * strides.window_l + offs_d * strides.window_d,
-                    mask=mask & unit.known & (source < L),
-                    other=0.0,
-                )
-                new = tl.load(
-                    x_ptr + (source - L) * strides.x_t + offs_d * strides.x_d,
-                    mask=mask & (source >= L),
-                    other=0.0,
-                )
-                column = tl.where(source < L, old, new.to(old.dtype))
-                tl.store(out + i * strides.window_l, column, mask=mask)
-
-
-@triton.jit
-def save_checkpoint(
-    number,  # of the checkpoint: the place of its slot in [N, M]
-    checkpoints,
-    x_ptr,  # [B, T, D]
-    state_ptr,  # [P, D, L]
-    cu_seqlens_ptr,
-    slots_ptr,
-    T,
-    offs_d,
-    mask_d,
-    stride_x_b,
-    stride_state_p,
-    strides,
-    L: tl.constexpr,
-):
-    """Write the window of a checkpoint, if it holds tokens alone.
-
-    A checkpoint has programs of its own, so units neither look for checkpoints nor wait for them.
-    """
-    seq = (number // checkpoints.M).to(tl.int64)
-    position = checkpoint_position(checkpoints, number, number % checkpoints.M).to(tl.int64)
-    slot = tl.load(checkpoints.slots_ptr + number).to(tl.int64)
-    live = slot > checkpoints.pad_slot
-    if slots_ptr is not None:
-        live = live & (tl.load(slots_ptr + seq) > checkpoints.pad_slot)
-    batch = seq
-    start = seq * 0
-    length = start + T
-    if cu_seqlens_ptr is not None:
-        batch = seq * 0
-        start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
-        length = tl.load(cu_seqlens_ptr + seq + 1).to(tl.int64) - start
-    if live & (position >= L) & (position <= length):
-        first = x_ptr + batch * stride_x_b + (start + position - L) * strides.x_t
-        place = first + offs_d * strides.x_d
-        out = state_ptr + slot * stride_state_p + offs_d * strides.window_d
-        columns = ()
-        for i in tl.static_range(L):
-            columns = columns + (tl.load(place + i * strides.x_t, mask=mask_d, other=0.0),)
-        for i in tl.static_range(L):
-            column = columns[i].to(out.dtype.element_ty)
-            tl.store(out + i * strides.window_l, column, mask=mask_d)
-
-
-@triton.jit
-def checkpoint_position(checkpoints, number, m):
-    """Tokens before a checkpoint: by its number in [N, M], or its column ``m``."""
-    if checkpoints.positions_ptr is not None:
-        position = tl.load(checkpoints.positions_ptr + number).to(tl.int32)
-    else:
-        position = (m + 1) * checkpoints.every
-    return position
