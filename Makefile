@@ -129,7 +129,7 @@ test-gpu:  ## the contract, every row of reliability, what is promised on a GPU,
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest --long -n $(GPU_WORKERS) tests/gpu tests/test_contract.py \
 	  tests/test_prefill_*.py tests/integrations/test_transformers*.py \
 	  tests/training/test_triton.py tests/training/test_triton_layer.py tests/training/test_hopper.py \
-	  tests/training/test_captured.py \
+	  tests/training/test_captured.py tests/training/test_deep.py \
 	  --deselect tests/gpu/test_cross_compile.py --deselect tests/gpu/test_prefill_compile.py \
 	  --deselect tests/gpu/test_releases.py $(PYTEST_ARGS)
 	$(ONE_THREAD) PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_WORKERS) tests/reliability -k "triton or row_11" \
