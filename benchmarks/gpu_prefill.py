@@ -53,7 +53,7 @@ LIMIT = 1e-2
 ROUNDS = 9
 
 
-def drawn(hk: int, hv: int, lengths: list[int], *, per_key: bool) -> dict[str, Tensor]:
+def drawn(hk: int, hv: int, lengths: list[int], *, per_key: bool = False) -> dict[str, Tensor]:
     gen, tokens = torch.Generator("cuda").manual_seed(0), sum(lengths)
 
     def normal(*shape: int) -> Tensor:
