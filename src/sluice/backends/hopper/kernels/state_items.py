@@ -111,7 +111,8 @@ def first_run(items, n):
 @gluon.jit
 def run_planner(args, sizes):
     """Take items until there are none."""
-    gdc_wait()
+    if not sizes.EARLY:
+        gdc_wait()
     programs = gl.num_programs(0)
     number = gl.program_id(0)
     n = 0
@@ -181,7 +182,9 @@ def write_item(args, sizes, number, n):
     flags |= gl.where(write, WRITE, 0) | gl.where(is_split, IS_SPLIT, 0)
     flags |= gl.where(block < BLOCKS_V, VALUES, 0)  # the later blocks make transitions
     hard_ptr = args.hard_ptr + head_k.to(gl.int64) * args.stride_gates_h + row
-    marks = load_marks(hard_ptr, gl.where(live, gl.cdiv(tokens, C), 0), 1)
+    chunks = gl.where(live, gl.cdiv(tokens, C), 0)
+    if not sizes.EARLY:
+        marks = load_marks(hard_ptr, chunks, 1)
 
     at = n % RING * WORDS
     words = args.items.words
@@ -202,6 +205,9 @@ def write_item(args, sizes, number, n):
     put(words.index(at + BEFORE), row - start)
     barrier()
     mbarrier.arrive(args.items.ready.index(n % RING), count=1)
+    if sizes.EARLY:
+        gdc_wait()  # for the kernel that makes the marks
+        marks = load_marks(hard_ptr, chunks, 1)
     put(words.index(at + RUN), first_mark(marks, 1))  # the loader has no use for it
     barrier()
     mbarrier.arrive(args.items.counted.index(n % RING), count=1)

@@ -49,7 +49,8 @@ class Columns:
 @gluon.jit
 def run_loader(args, sizes):
     """Load all chunks of the program's items."""
-    gdc_wait()
+    if not sizes.EARLY:
+        gdc_wait()
     items = args.items
     n = 0
     stage = 0
@@ -66,8 +67,13 @@ def run_loader(args, sizes):
         if n == 0:  # no stage is in use yet: start the first copies before any gates are loaded
             ahead = gl.minimum(chunks, sizes.STAGES)
             for chunk in range(ahead):
-                t = row + chunk * C
-                copy_chunk(args, at, sizes, t, t, tokens - chunk * C, chunk)
+                copy_inputs(args, at, sizes, row + chunk * C, tokens - chunk * C, chunk)
+                if not sizes.EARLY:
+                    copy_ag(args, at, row + chunk * C, chunk)
+            if sizes.EARLY:
+                gdc_wait()  # for the kernel that makes Ag and the gates
+                for chunk in range(ahead):
+                    copy_ag(args, at, row + chunk * C, chunk)
         for chunk in range(chunks):
             t = row + chunk * C
             mbarrier.arrive(items.asked.index(0), count=1, pred=chunk + 1 == chunks)
@@ -127,6 +133,13 @@ def copy_chunk(args, at, sizes, t, made, left, stage):
     ``made``: the row where the parallel half has put its results for the chunk. ``left``: tokens
     from ``t`` to the end of the item.
     """
+    copy_inputs(args, at, sizes, t, left, stage)
+    copy_ag(args, at, made, stage)
+
+
+@gluon.jit
+def copy_inputs(args, at, sizes, t, left, stage):
+    """Of these copies those of k, q and v."""
     K: gl.constexpr = sizes.K
     BLOCK_V: gl.constexpr = sizes.GROUPS * GROUP_V
     COMMON: gl.constexpr = 2 * C * (2 * K + C if sizes.OUTPUT else K + C)  # bytes
@@ -145,8 +158,13 @@ def copy_chunk(args, at, sizes, t, made, left, stage):
         v_smem = args.tiles.v.index(stage * sizes.GROUPS + group)
         column = at.v + group * GROUP_V
         async_load(args.v_desc, [t, column], ready, v_smem, pred=at.has_values)
-    ag_smem = args.tiles.ag.index(stage)
-    async_load(args.ag_desc, [made, at.ag], ready, ag_smem)
+
+
+@gluon.jit
+def copy_ag(args, at, made, stage):
+    """The copy of Ag, which ``copy_inputs`` expects, too."""
+    ready = args.barriers.tiles_ready.index(stage)
+    async_load(args.ag_desc, [made, at.ag], ready, args.tiles.ag.index(stage))
 
 
 @gluon.jit
