@@ -43,10 +43,14 @@ def load_gates(gates, g2_smem, beta_smem, head, heads, count, R: gl.constexpr, K
 
 @gluon.jit
 def heads_and_tokens(head, heads, R: gl.constexpr, KH: gl.constexpr):
-    """Of four value heads [4, C]: their numbers, whether they exist, and the tokens."""
+    """Of four value heads [4, C]: their numbers, whether they exist, and the tokens.
+
+    The compiler cannot know that ``head >> 31`` is 0. If it did, it would keep offsets of tokens in
+    registers from unit to unit.
+    """
     H: gl.constexpr = 4 // KH
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0)
+    token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0) + (head >> 31)
     item = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
     return head + item // H * R + item % H, item % H < heads, token
 

@@ -138,12 +138,12 @@ def hopper_chunks_warp_kernel(
         beta_scale=beta_scale, stride_g_t=stride_g_t, stride_g_h=stride_g_h,
         stride_beta_t=stride_beta_t, stride_beta_h=stride_beta_h, RAW_BETA=RAW_BETA,
     )  # fmt: skip
-    token = gl.arange(0, C, by_token)
     number, seq, row, made, count = find_unit(of, gl.program_id(0))
     head = number % HV
     mbarrier.expect(bar, 2 * C * K, pred=count > 0)
     async_load(k_desc, [row, head * K], bar, ag_smem, pred=count > 0)
     async_load(k_desc, [row, head * K + COPY_WIDTH], bar, rest_smem, pred=count > 0)
+    token = gl.arange(0, C, by_token)
     here = gates_from(gates, seq, row, of, stride_g_b, stride_beta_b)
     raw_g, raw_beta = read_gates(here, token, head, count)
     phase = number * 0
@@ -156,6 +156,7 @@ def hopper_chunks_warp_kernel(
             if next_count > 0:
                 prefetch_keys(k_ptr + next_head * K, next_row, next_count, stride_k_t, K, 1)
         at = head.to(gl.int64) * stride_gates_h + made
+        token = gl.arange(0, C, by_token) + (number >> 31)  # 0: see heads_and_tokens
         mbarrier.wait(bar, phase)
         phase = phase ^ 1
         if count < C:  # other sequences' tokens may be NaN
