@@ -1,7 +1,7 @@
 """The parallel half of chunked prefill on Hopper, in Gluon: one program makes Ag of a chunk.
 
-A program owns a chunk of C = 64 tokens of one or two key heads. It makes K Kᵀ once, and then, for
-four value heads at a time, one per warp,
+A unit is a chunk of C = 64 tokens of one or two key heads. A program goes from unit to unit
+(chunks_units.py). It makes K Kᵀ once, and then, for four value heads at a time, one per warp,
 
     A  = (I + L)⁻¹                                 L = strictLower(diag(beta) K Kᵀ)
     Ag = G ∘ A                                     G_ij = exp(γ_i - γ_j), 0 above the diagonal
@@ -15,6 +15,9 @@ would have the same error in every token with the same beta. It is passed on in 
 Where keys nearly repeat, errors of Ag add up over tokens (docs/numerics.md). Such a chunk is *hard*
 (chunks_hard.py), and its Ag is float16, whatever 16-bit type the inputs have. A chunk of fewer than
 64 tokens counts as hard too, so that the serial half treats both alike.
+
+K Kᵀ takes the memory of K, and nobody reads it once A is made. Then the next unit's keys come there
+while Ag of this one is stored, and its gates into registers.
 """
 
 # ruff: noqa: RUF005, SIM102, SIM108 (Triton has no tuple unpacking; constexpr branches stay apart)
@@ -70,11 +73,12 @@ key_heads = gluon.constexpr_function(sizes.key_heads)
         "M",
         "every",
         "units",
+        "stride_k_t",
         "stride_g_b",
         "stride_beta_b",
         "stride_gates_h",
     ],
-    do_not_specialize_on_alignment=[*INDICES, *GATES],
+    do_not_specialize_on_alignment=[*INDICES, *GATES, "k_ptr"],
 )
 def hopper_chunks_kernel(
     k_desc,  # [B * T, HK * K], block [C, K]
@@ -136,7 +140,7 @@ def hopper_chunks_kernel(
     fence_async_shared()
 
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
-    gdc_launch_dependents()  # after the wait: see the planner in state_items.py
+    gdc_launch_dependents()  # after the wait: see state_kernel.py
     if gl.program_id(0) == 0:
         gl.store(taken_ptr, 0)
     of = Units(

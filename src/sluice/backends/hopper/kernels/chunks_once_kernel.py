@@ -1,21 +1,4 @@
-"""The parallel half of chunked prefill on Hopper, in Gluon: one program makes Ag of a chunk.
-
-A program owns a chunk of C = 64 tokens of one or two key heads. It makes K Kᵀ once, and then, for
-four value heads at a time, one per warp,
-
-    A  = (I + L)⁻¹                                 L = strictLower(diag(beta) K Kᵀ)
-    Ag = G ∘ A                                     G_ij = exp(γ_i - γ_j), 0 above the diagonal
-
-with γ the cumulative log decay in the chunk (docs/kernels/symbols.md). chunks_inverse.py makes A.
-Where each key head has one value head, chunks_warp_kernel.py serves instead.
-
-Ag is a 16-bit operand with ones on its diagonal. It does not contain beta: rounded with Ag, beta
-would have the same error in every token with the same beta. It is passed on in float32 instead.
-
-Where keys nearly repeat, errors of Ag add up over tokens (docs/numerics.md). Such a chunk is *hard*
-(chunks_hard.py), and its Ag is float16, whatever 16-bit type the inputs have. A chunk of fewer than
-64 tokens counts as hard too, so that the serial half treats both alike.
-"""
+"""As chunks_kernel.py with one unit per program: to be measured beside it, then deleted."""
 
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
 

@@ -1,11 +1,13 @@
 """The parallel half of chunked prefill on Hopper where each key head has one value head.
 
-It computes what chunks_kernel.py computes. A program is one warp. It owns a chunk of C = 64 tokens
-of one head and makes K Kᵀ in registers. No warp waits for another, and none is idle: a program of
-chunks_kernel.py has four warps, one per value head, and some of them would have none here.
+It computes what chunks_kernel.py computes. A program is one warp. It goes through units, chunks of
+C = 64 tokens of one head (chunks_units.py), and makes K Kᵀ in registers. No warp waits for another,
+and none is idle: a program of chunks_kernel.py has four warps, one per value head, and some of them
+would have none here.
 
 The tile of K takes 16 kB. Once K Kᵀ is made, the same memory holds its diagonal blocks, the two
-terms of A_d, and Ag, which TMA stores. So twelve programs fit on an SM.
+terms of A_d, and Ag, which TMA stores. So twelve programs fit on an SM. Half of the next unit's
+keys come once A is made, the other half once TMA has read Ag.
 """
 
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
@@ -58,11 +60,12 @@ def diagonal_layout():
         "M",
         "every",
         "units",
+        "stride_k_t",
         "stride_g_b",
         "stride_beta_b",
         "stride_gates_h",
     ],
-    do_not_specialize_on_alignment=[*INDICES, *GATES],
+    do_not_specialize_on_alignment=[*INDICES, *GATES, "k_ptr"],
 )
 def hopper_chunks_warp_kernel(
     k_desc,  # [B * T, HK * K], block [C, COPY_WIDTH]
@@ -125,7 +128,7 @@ def hopper_chunks_warp_kernel(
     kk_rows = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], plain).index(2)
 
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
-    gdc_launch_dependents()  # after the wait: see the planner in state_items.py
+    gdc_launch_dependents()  # after the wait: see state_kernel.py
     if gl.program_id(0) == 0:
         gl.store(taken_ptr, 0)
     of = Units(

@@ -1,12 +1,4 @@
-"""The parallel half of chunked prefill on Hopper where each key head has one value head.
-
-It computes what chunks_kernel.py computes. A program is one warp. It owns a chunk of C = 64 tokens
-of one head and makes K Kᵀ in registers. No warp waits for another, and none is idle: a program of
-chunks_kernel.py has four warps, one per value head, and some of them would have none here.
-
-The tile of K takes 16 kB. Once K Kᵀ is made, the same memory holds its diagonal blocks, the two
-terms of A_d, and Ag, which TMA stores. So twelve programs fit on an SM.
-"""
+"""As chunks_warp_kernel.py with one unit per program: to be measured beside it, then deleted."""
 
 # ruff: noqa: SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
 

@@ -68,18 +68,15 @@ def run_loader(args, sizes):
             ahead = gl.minimum(chunks, sizes.STAGES)
             for chunk in range(ahead):
                 copy_inputs(args, at, sizes, row + chunk * C, tokens - chunk * C, chunk)
-                if not sizes.EARLY:
-                    copy_ag(args, at, row + chunk * C, chunk)
             if sizes.EARLY:
                 gdc_wait()  # for the kernel that makes Ag and the gates
-                for chunk in range(ahead):
-                    copy_ag(args, at, row + chunk * C, chunk)
         for chunk in range(chunks):
             t = row + chunk * C
             mbarrier.arrive(items.asked.index(0), count=1, pred=chunk + 1 == chunks)
             if chunk >= ahead:
                 mbarrier.wait(args.barriers.stage_free.index(stage), phase)
-                copy_chunk(args, at, sizes, t, t, tokens - chunk * C, stage)
+                copy_inputs(args, at, sizes, t, tokens - chunk * C, stage)
+            copy_ag(args, at, t, stage)
             store_factors(args, at, t, tokens - chunk * C, stage)
             stage, phase = advance(stage, phase, sizes.STAGES)
         if args.saves.TAILS:
@@ -97,7 +94,8 @@ def run_loader(args, sizes):
                 if count > 0:
                     mbarrier.wait(args.barriers.stage_free.index(stage), phase)
                     tail_row = saves.tail_row + j * C
-                    copy_chunk(args, at, sizes, row + before * C, tail_row, count, stage)
+                    copy_inputs(args, at, sizes, row + before * C, count, stage)
+                    copy_ag(args, at, tail_row, stage)
                     store_factors(args, at, tail_row, count, stage)
                     stage, phase = advance(stage, phase, sizes.STAGES)
         mbarrier.arrive(items.asked.index(0), count=1, pred=chunks == 0)
@@ -127,19 +125,11 @@ def columns_of(args, sizes, n, flags):
 
 
 @gluon.jit
-def copy_chunk(args, at, sizes, t, made, left, stage):
-    """Start the TMA copies of a chunk from token ``t`` on. They arrive at ``tiles_ready``.
-
-    ``made``: the row where the parallel half has put its results for the chunk. ``left``: tokens
-    from ``t`` to the end of the item.
-    """
-    copy_inputs(args, at, sizes, t, left, stage)
-    copy_ag(args, at, made, stage)
-
-
-@gluon.jit
 def copy_inputs(args, at, sizes, t, left, stage):
-    """Of these copies those of k, q and v."""
+    """Start the TMA copies of k, q and v of a chunk from token ``t`` on.
+
+    They arrive at ``tiles_ready``, as ``copy_ag``'s. ``left``: tokens from ``t`` to the item's end.
+    """
     K: gl.constexpr = sizes.K
     BLOCK_V: gl.constexpr = sizes.GROUPS * GROUP_V
     COMMON: gl.constexpr = 2 * C * (2 * K + C if sizes.OUTPUT else K + C)  # bytes
@@ -162,7 +152,7 @@ def copy_inputs(args, at, sizes, t, left, stage):
 
 @gluon.jit
 def copy_ag(args, at, made, stage):
-    """The copy of Ag, which ``copy_inputs`` expects, too."""
+    """Start the copy of Ag, from the row where the parallel half has made it."""
     ready = args.barriers.tiles_ready.index(stage)
     async_load(args.ag_desc, [made, at.ag], ready, args.tiles.ag.index(stage))
 
