@@ -24,6 +24,12 @@ CHUNKS = Kernel("sluice.backends.hopper.kernels.chunks_kernel", "hopper_chunks_k
 CHUNKS_WARP = Kernel(
     "sluice.backends.hopper.kernels.chunks_warp_kernel", "hopper_chunks_warp_kernel"
 )
+CHUNKS_ONCE = Kernel(
+    "sluice.backends.hopper.kernels.chunks_once_kernel", "hopper_chunks_once_kernel"
+)
+CHUNKS_WARP_ONCE = Kernel(
+    "sluice.backends.hopper.kernels.chunks_warp_once_kernel", "hopper_chunks_warp_once_kernel"
+)
 STATE = Kernel("sluice.backends.hopper.kernels.state_kernel", "hopper_state_kernel")
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
@@ -41,11 +47,19 @@ class Plan(NamedTuple):
     """How a call is cut: tokens per segment (0: none is split), value columns per program.
 
     ``programs``: at most so many programs of the serial half. None: one per SM; 0: one per item.
+    ``chunk_programs``: the same of the parallel half. None: as many as fit; 0: one per unit.
+    The rest are choices that are still to be measured, with the same bits: ``once``, kernels of the
+    parallel half whose programs have one unit; ``prefetch``, keys through the L2 cache; ``early``,
+    the serial half reads its inputs before it waits for the parallel half.
     """
 
     segment: int
     BLOCK_V: int
     programs: int | None = None
+    chunk_programs: int | None = None
+    once: bool = False
+    prefetch: bool = True
+    early: bool = True
 
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
@@ -99,7 +113,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     """Both halves, by a given plan."""
     memory, p = Binding(spec), spec
     parts = workspace(p, memory)
-    calls, segments = [chunks_call(p, memory, parts)], None
+    calls, segments = [chunks_call(p, memory, parts, plan)], None
     if plan.segment:
         units = units_of(p, plan.segment, tail=False)
         segments = portable.segment_states(p, memory, units)
@@ -157,22 +171,29 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
     )
 
 
-def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
+def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan) -> KernelCall:
     """The parallel half."""
     units = units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
     saves = checkpoints(p, memory)
     more: dict[str, Any]
     if p.HV == p.HK:  # one warp per head: elsewhere it was slower (docs/kernels/prefill_log.md)
-        kernel, programs = CHUNKS_WARP, p.HV
-        more = {"ag_desc": _ag_tiles(p, parts), "warps": 1, "maxnreg": 168}  # 12 programs per SM
+        kernel, groups, width = CHUNKS_WARP, p.HV, COPY_WIDTH
+        more = {"ag_desc": _ag_tiles(p, parts), "warps": 1, "maxnreg": 168}
     else:
-        kernel, programs = CHUNKS, p.HK // key_heads(p.HK, p.HV)
-        more = {"maxnreg": 128}  # 4 programs per SM
+        kernel, groups, width = CHUNKS, p.HK // key_heads(p.HK, p.HV), p.K
+        more = {"maxnreg": 128}
+    number = (units + tails(p)) * groups
+    if plan.once:
+        kernel = CHUNKS_WARP_ONCE if kernel == CHUNKS_WARP else CHUNKS_ONCE
+        programs, width = number, p.K
+    else:
+        programs = chunk_programs(p, plan, number)
+        more |= {"k_ptr": memory["k"], "stride_k_t": p.k.strides[1], "PREFETCH": plan.prefetch}
     return _call(
         kernel,
-        (units + tails(p)) * programs,
-        k_desc=token_tiles(p, "k", p.K),
+        programs,
+        k_desc=token_tiles(p, "k", width),
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
@@ -191,7 +212,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         T=p.T,
         M=saves["M"] if with_tails else None,
         every=saves["every"] if with_tails else None,
-        units=units if with_tails else None,
+        units=units if with_tails or not plan.once else None,
         **memory.strides("g", "bth"),
         **memory.strides("beta", "bth"),
         stride_o_t=getattr(p, _out(p)).strides[1],
@@ -204,6 +225,19 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
         TAILS=with_tails,
         **more,
     )
+
+
+def chunk_programs(p: DeltaSpec, plan: Plan, number: int) -> int:
+    """How many programs the parallel half has for ``number`` units.
+
+    Units of 32 or more sequences are numbered with gaps, which would leave some programs with less
+    to do than others. With many gaps every unit has a program.
+    """
+    if plan.chunk_programs is not None:
+        return min(number, plan.chunk_programs or number)
+    if p.varlen and p.N >= 32 and p.T < 16 * CHUNK * p.N:
+        return number
+    return min(number, (12 if p.HV == p.HK else 4) * gpu.processors(p.device))
 
 
 def states_call(
@@ -267,6 +301,7 @@ def states_call(
         OUTPUT=output,
         EVERY=every,
         TAILS=output and has_tails(p),
+        EARLY=plan.early,
     )
 
 

@@ -74,9 +74,11 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     # Whether there are registers for the next state before this one is stored
     AHEAD: gl.constexpr = OUTPUT and args.segments_ptr is None and not TAILS
     items = args.items
-    gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
-    if GROUP == 0:
-        gdc_launch_dependents()
+    EARLY: gl.constexpr = AHEAD and sizes.EARLY
+    if not EARLY:
+        gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
+        if GROUP == 0:
+            gdc_launch_dependents()
     n = 0
     turns = 0
     stage = 0
@@ -85,6 +87,10 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     tokens = word(items, n, TOKENS, 4)
     if AHEAD:
         S = load_state(args, n, sizes, GROUP)
+    if EARLY:
+        gdc_wait()
+        if GROUP == 0:
+            gdc_launch_dependents()
     while tokens >= 0:
         if not AHEAD:
             S = load_state(args, n, sizes, GROUP)
