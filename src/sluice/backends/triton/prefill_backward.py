@@ -34,7 +34,8 @@ from sluice.contract.chunk_length import CHUNK
 
 _FOLDER = "sluice.backends.triton.kernels."
 LOCAL = Kernel(_FOLDER + "backward_chunks", "backward_local_kernel")
-BACKWARD_INVERSE = Kernel(_FOLDER + "backward_chunks", "backward_inverse_kernel")
+BACKWARD_INVERSE = Kernel(_FOLDER + "backward_inverse", "backward_inverse_kernel")
+HARD_INVERSE = Kernel(_FOLDER + "backward_inverse", "backward_hard_inverse_kernel")
 STATES = Kernel(_FOLDER + "backward_states", "backward_states_kernel")
 JOIN = Kernel(_FOLDER + "backward_states", "backward_join_kernel")
 WALK = Kernel(_FOLDER + "backward_walk", "backward_walk_kernel")
@@ -57,6 +58,9 @@ JOIN_US, LAUNCHES_US = 2.0, 12.0
 """The plan's model, for an H200, in microseconds. Of the walk forward (STATES) and the walk back
 (WALK): a chunk, and a chunk of a segment's effect. Then one join, and three more launches. The walk
 forward was measured; the walk back is estimated from its products."""
+HARD_UNITS = 4
+"""Chunks that a program looks at for hard ones, where few are: most programs end at once, and so
+many fit on the GPU side by side."""
 STATE_TOKENS, ROOM = 768, 1.0
 """A segment's states and transition take as much memory as the values of STATE_TOKENS tokens. All
 segments together may take ROOM times the memory of v."""
@@ -236,24 +240,7 @@ def planned_launches(
         )
     ]
     if w.b is not None:
-        calls.append(
-            kernel_call(
-                BACKWARD_INVERSE,
-                units * p.HV,
-                INVERSE,
-                p.device,
-                k_ptr=memory["k"],
-                beta32_ptr=w.beta32,
-                g2_ptr=w.g2,
-                g2_low_ptr=w.g2_low,
-                r_k_ptr=w.r_k,
-                b_ptr=w.b,
-                b_down_ptr=w.b_down,
-                **sizes,
-                **memory.strides("k", "bth"),
-                BLOCK_K=BLOCK_K,
-            )
-        )
+        calls += _inverses(p, memory, w, sizes | {"BLOCK_K": BLOCK_K}, units)
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
     calls += (walks or _walks)(p, memory, w, plan, sizes, segments)
     if w.by_low is not None:
@@ -265,6 +252,36 @@ def planned_launches(
     if w.by_gate is not None:
         calls.append(gate_sums(memory, w.by_gate, units, p.HV))
     return Launches(spec, memory, calls)
+
+
+def _inverses(
+    p: DeltaBackwardSpec, memory: Binding, w: Parts, sizes: dict[str, Any], units: int
+) -> list[KernelCall]:
+    """Bg of all chunks as one term, and that of hard chunks as two."""
+    common = {
+        "k_ptr": memory["k"],
+        "beta32_ptr": w.beta32,
+        "g2_ptr": w.g2,
+        "r_k_ptr": w.r_k,
+        "b_ptr": w.b,
+        "b_down_ptr": w.b_down,
+        **sizes,
+        **memory.strides("k", "bth"),
+    }
+    calls, looked_at = [], HARD_UNITS
+    if w.hard is not None and all_hard(p):
+        looked_at = 1
+    else:
+        single = common | {"g2_low_ptr": w.g2_low}
+        calls.append(kernel_call(BACKWARD_INVERSE, units * p.HV, INVERSE, p.device, **single))
+    if w.hard is not None:
+        programs = configs.blocks(units, looked_at) * p.HV
+        double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": EXACT}
+        made = kernel_call(
+            HARD_INVERSE, programs, INVERSE, p.device, **double, UNITS=looked_at
+        )
+        calls.append(made)
+    return calls
 
 
 def _walks(
@@ -304,6 +321,7 @@ def _walks(
             plan.states,
             p.device,
             **common,
+            b_low_ptr=w.b_low if hard else None,
             v_ptr=memory["v"],
             e_ptr=w.e,
             e_low_ptr=w.e_low,
@@ -323,6 +341,7 @@ def _walks(
             plan.walk,
             p.device,
             **common,
+            b_low_ptr=w.b_low if hard else None,
             q_ptr=memory["q"],
             do_ptr=memory["do"],
             decay_q_ptr=w.decay_q,
