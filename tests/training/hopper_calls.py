@@ -11,6 +11,10 @@ GIVEN = USUAL.of(name="states, two value heads", HQ=1, HK=1, HV=2, state=True)
 """Given states: every chunk is hard."""
 SAME = GIVEN.of(name="identical", keys="identical", rate=0.0, beta="one")
 """What queries ask of the states adds up from chunk to chunk, and cancels in dv and dbeta."""
+ONE_BETA = USUAL.of(
+    name="500 identical, one beta", T=500, HQ=1, HK=1, keys="identical", rate=0.0, beta=0.9
+)
+"""From zero, one beta near 1 for all tokens: the rounding errors of Bg agree, and dg is small."""
 KINDS = [
     USUAL,
     GIVEN,
@@ -34,6 +38,9 @@ VANISHING = [
     USUAL.of(name="5 tokens", T=5, HQ=1, HK=1, rate=9.0),
     GIVEN.of(name="10 tokens, decay 20", T=10, rate=20.0),
     GIVEN.of(name="185 tokens, four heads", T=185, HV=4, rate=20.0, beta="zero"),
+    ONE_BETA,
+    ONE_BETA.of(name="70 identical, two rows", B=2, T=70, rate=1.0, beta=0.99),
+    ONE_BETA.of(name="identical, packed", lengths=(5, 0, 130, 1, 70)),
 ]
 """What bfloat16 states and errors are not enough for: in these draws nearly all of dg, dbeta or dq
 cancels. Each rule that makes a chunk hard has draws that no other mends: keys that repeat (130
@@ -54,6 +61,8 @@ SPLIT = [
     SAME.of(name="split, identical", T=300),
 ]
 """To be split into segments of 128 tokens."""
+VANISHING_SPLIT = ONE_BETA.of(name="split, one beta")
+"""Likewise, of bfloat16 alone."""
 MIXED = USUAL.of(name="hard and not", lengths=(65, 64, 0, 1, 130, 1, 100))
 FEW_PROGRAMS = [
     MIXED,

@@ -72,7 +72,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool 
     def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
         return memory.scratch(name, *shape, dtype=dtype) if wanted else None
 
-    lows = delta and p.dtype == torch.bfloat16
+    lows = delta and not exact
     scaled = p.dtype == torch.float16
     half = torch.float32 if exact else torch.float16
     asked = pairs and p.do is not None

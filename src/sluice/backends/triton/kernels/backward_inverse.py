@@ -97,10 +97,9 @@ def store_resolvent(
             most = tl.maximum(most, tl.abs(b[i]))
         up, down = float16_scale(tl.max(most), 14)
         tl.store(b_down_ptr + head_v.to(tl.int64) * tokens + token, down)
-    in_b = (token * HV + head_v) * C
-    b_ptr += in_b
+    b_ptr += (token * HV + head_v) * C
     if b_low_ptr is not None:
-        b_low_ptr += in_b
+        b_low_ptr += (token * HV + head_v) * C
     for i in tl.static_range(4):
         for j in tl.static_range(4):
             block = tl.zeros([16, 16], tl.float32)
@@ -110,13 +109,14 @@ def store_resolvent(
                 block = gated_block(block * up, g2[i], g2[j], i == j)
                 if g2_low_ptr is not None:  # small: above the diagonal it does no harm
                     block *= tl.exp2(g2_low[i][:, None] - g2_low[j][None, :])
-            at = (16 * i + offs)[:, None] * (HV * C) + 16 * j + offs[None, :]
+            at = b_ptr + (16 * i + offs)[:, None] * (HV * C) + 16 * j + offs[None, :]
             mask = (t + 16 * i + offs < end)[:, None]
             high = block.to(b_ptr.dtype.element_ty)
-            tl.store(b_ptr + at, high, mask=mask)
+            tl.store(at, high, mask=mask)
             if b_low_ptr is not None:
+                at = b_low_ptr + (16 * i + offs)[:, None] * (HV * C) + 16 * j + offs[None, :]
                 low = (block - high.to(tl.float32)).to(b_low_ptr.dtype.element_ty)
-                tl.store(b_low_ptr + at, low, mask=mask)
+                tl.store(at, low, mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
