@@ -179,6 +179,19 @@ def test_what_makes_all_chunks_hard(package, change, used, hard):
     assert local(run, package=package).arguments["ALL_HARD"] == hard
 
 
+@pytest.mark.parametrize("state", [False, True], ids=["some hard", "all hard"])
+def test_only_hard_chunks_pay_for_two_terms(state):
+    """Bg is made once where all chunks are hard; only launches for hard chunks read low terms."""
+    made = launches("sm_90", partial(prefill, FROM_ZERO.of(state=state), BFLOAT16))
+    names = [launch.kernel.name for launch in made]
+    assert ("backward_inverse_kernel" in names) != state
+    assert "backward_hard_inverse_kernel" in names
+    for launch in made:
+        if "HARD" in launch.arguments:
+            hard = launch.arguments["HARD"]
+            assert (launch.arguments["b_low_ptr"] is not None) == hard, launch.kernel.name
+
+
 @pytest.mark.parametrize("call", [USUAL, PER_KEY], ids=str)
 @pytest.mark.parametrize("target", ["sm_90", "sm_89"])
 def test_the_kernels_fit(target, call):
@@ -186,9 +199,10 @@ def test_the_kernels_fit(target, call):
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_89"])
-def test_the_kernel_that_finds_hard_chunks_fits(target):
-    """``test_the_kernels_fit`` has states, so there it looks for none."""
-    fit(target, [local(partial(prefill, FROM_ZERO, BFLOAT16), target)])
+def test_the_kernels_that_find_hard_chunks_fit(target):
+    """``test_the_kernels_fit`` has states, so there they look for none."""
+    made = launches(target, partial(prefill, FROM_ZERO, BFLOAT16))
+    fit(target, [x for x in made if re.search("local|inverse", x.kernel.name)])
 
 
 @pytest.mark.parametrize("segment", [0, 1024], ids=["whole", "split"])

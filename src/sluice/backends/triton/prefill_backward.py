@@ -1,12 +1,12 @@
 """The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
 
 Seven kernels: what depends on no state (two), the states forward, their gradients back, pairs of
-tokens, the gradients of queries, and those of keys and gates; with bfloat16 and decay one more adds
-low terms of hard chunks, with raw gates one sums over chunks, and long sequences of few heads are
-split by three more. Nothing of the forward pass is kept
+tokens, the gradients of queries, and those of keys and gates. With 16 bits one more makes the Bg of
+hard chunks and, with decay, one adds what low terms give; with raw gates one sums over chunks, and
+long sequences of few heads are split by three more. Nothing of the forward pass is kept
 but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the
 states before and after each chunk 2 each, E and Y 1 each, P, Bg, N and H 0.5 each, factors 0.1; low
-terms with bfloat16 3, and 4 more with decay; segments at most ROOM.
+terms 3.5, and 4 more with decay; segments at most ROOM.
 """
 
 from __future__ import annotations
@@ -277,9 +277,7 @@ def _inverses(
     if w.hard is not None:
         programs = configs.blocks(units, looked_at) * p.HV
         double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": EXACT}
-        made = kernel_call(
-            HARD_INVERSE, programs, INVERSE, p.device, **double, UNITS=looked_at
-        )
+        made = kernel_call(HARD_INVERSE, programs, INVERSE, p.device, **double, UNITS=looked_at)
         calls.append(made)
     return calls
 
@@ -419,6 +417,7 @@ def _lows(
         k_ptr=memory["k"],
         do_ptr=memory["do"],
         e_ptr=w.e,
+        e_low_ptr=w.e_low,
         y_ptr=w.y,
         y_low_ptr=w.y_low,
         hard_ptr=w.hard,

@@ -17,7 +17,7 @@ class Parts(NamedTuple):
     them, by_pair and by_query are None."""
 
     p: Pointer | None  # [tokens, HO, C]; None without dO
-    p_low: Pointer | None  # low terms, in hard chunks; None without beta, unless bfloat16
+    p_low: Pointer | None  # low terms, in hard chunks; None without beta, and with float32
     e_low: Pointer | None  # [tokens, HV, V]
     y: Pointer | None  # [tokens, HV, V]; None without beta
     y_low: Pointer | None

@@ -6,7 +6,7 @@ For a chunk of C tokens of one value head, docs/kernels/backward.md:
 
 The other matrix that depends on no state is Bg (backward_inverse.py).
 
-Where keys nearly repeat, gradients are small differences of large terms. With bfloat16 inputs a
+Where keys nearly repeat, gradients are small differences of large terms. With 16-bit inputs a
 chunk of such keys is *hard* and marked so: what is rounded to 16 bits there (P, Bg, E, Y, N, S, dS)
 is kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read. A chunk of
 one token is hard too, and so is every chunk of a sequence of FEW_GATES. So a chunk's own keys, the
@@ -144,7 +144,7 @@ def backward_local_kernel(
     A_log_ptr,  # [HV]; given: g and beta are raw gates
     dt_bias_ptr,  # [HV]; None: 0
     p_ptr,  # [B * T, HO, C]: P; None without dO
-    p_low_ptr,  # the same: its low terms in hard chunks; None unless inputs are bfloat16
+    p_low_ptr,  # the same: its low terms in hard chunks; None unless inputs have 16 bits
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: no low terms
     dq_ptr,  # [B, T, HQ, K]: zeros for tokens after the last sequence, as the next four
     dk_ptr,

@@ -2,14 +2,15 @@
 
 The gradient of a token's log decay has ⟨S, dS⟩ as a term, and terms of reads from states and of
 writes into them, docs/kernels/backward.md (G9). Where keys repeat these terms nearly cancel, and
-⟨S, dS⟩ by itself may nearly vanish; then bfloat16 states have too few bits. In a hard chunk
+⟨S, dS⟩ by itself may nearly vanish; then 16-bit states have too few bits. In a hard chunk
 (backward_chunks.py) both states are two terms. With x' for the low term of x this kernel makes
 
-    e^γ_C (⟨S', dS⟩ + ⟨S, dS'⟩) + Σ_{j < t} k_j · e^(γ_C−γ_j) dS' D_j
-    + Σ_{i ≥ t} (q_i · e^γ_i S' dO_i − k_i · e^γ_i (S' dV_i + S dV'_i))
+    e^γ_C (⟨S', dS + dS'⟩ + ⟨S, dS'⟩) + Σ_{j < t} k_j · e^(γ_C−γ_j) dS' (D_j + D'_j)
+    + Σ_{i ≥ t} (q_i · e^γ_i S' dO_i − k_i · e^γ_i (S' (dV_i + dV'_i) + S dV'_i))
 
-The kernels of the other gradients make the terms of the high parts, in hard chunks too, and add
-this to them. A program owns a chunk of a value head, and does nothing unless the chunk is hard.
+The kernels of the other gradients make the terms of high parts, and of D' with dS, and add this to
+them. Products of two low terms are not too small to count: where keys repeat and beta is near 1,
+errors of 2⁻¹⁸ in these terms are percents of a gradient. A program owns a chunk of a value head, and does nothing unless the chunk is hard.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def backward_lows_kernel(
     k_ptr,  # [B, T, HK, K]
     do_ptr,  # [B, T, HO, V]; None: zeros
     e_ptr,  # [B * T, HV, V]: E
+    e_low_ptr,  # its low terms
     y_ptr,  # [B * T, HV, V]: Y
     y_low_ptr,  # its low terms
     hard_ptr,  # [HV, B * T // C + N] int32
@@ -107,15 +109,24 @@ def backward_lows_kernel(
         beta = load_vector(beta32_ptr, of_value, rows)
         kept = overlap(S_low_ptr, dS_ptr, K, V, BLOCK_K, BLOCK_V, 1, PRECISION)
         kept += overlap(S_ptr, dS_low_ptr, K, V, BLOCK_K, BLOCK_V, 1, PRECISION)
+        kept += overlap(S_low_ptr, dS_low_ptr, K, V, BLOCK_K, BLOCK_V, 1, PRECISION)
         last = head_v.to(tl.int64) * tokens + in_row + tl.minimum(t + C, end) - 1
         kept *= tl.exp2(tl.load(g2_ptr + last))
         wrote = products_by_row(
             e_ptr + in_v, dS_low_ptr, k_ptr, t, end, HV * V, stride_k_t,
             K, V, PIECE, BLOCK_V, PRECISION,
         )  # fmt: skip
+        wrote += products_by_row(
+            e_low_ptr + in_v, dS_low_ptr, k_ptr, t, end, HV * V, stride_k_t,
+            K, V, PIECE, BLOCK_V, PRECISION,
+        )  # fmt: skip
         wrote *= beta * load_vector(decay_out_ptr, of_value, rows)
         asked = products_by_row(
             y_ptr + in_v, S_low_ptr, k_ptr, t, end, HV * V, stride_k_t,
+            K, V, PIECE, BLOCK_V, PRECISION,
+        )  # fmt: skip
+        asked += products_by_row(
+            y_low_ptr + in_v, S_low_ptr, k_ptr, t, end, HV * V, stride_k_t,
             K, V, PIECE, BLOCK_V, PRECISION,
         )  # fmt: skip
         asked += products_by_row(
