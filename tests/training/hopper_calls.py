@@ -43,13 +43,14 @@ VANISHING = [
     FAINT,
     GIVEN.of(name="185 tokens, four heads", T=185, HV=4, rate=20.0, beta="zero"),
     ONE_BETA,
+    ONE_BETA.of(name="500 identical, beta 0.99", beta=0.99),
     ONE_BETA.of(name="70 identical, two rows", B=2, T=70, rate=1.0, beta=0.99),
     ONE_BETA.of(name="identical, packed", lengths=(5, 0, 130, 1, 70)),
 ]
 """What states, errors and Bg of 16 bits are not enough for: in these draws nearly all of dg, dbeta
 or dq cancels. Each rule that makes a chunk hard has draws that no other mends: keys that repeat
 (130 identical), one token (129, no states), few gates (5 tokens), given states (185 tokens). The
-last three need both terms of Bg (docs/kernels/backward.md)."""
+last four need both terms of Bg, and 0.99 products of two low terms (docs/kernels/backward.md)."""
 OF_DTYPE = [(call, torch.bfloat16) for call in VANISHING]
 OF_DTYPE += [(call, torch.float16) for call in VANISHING if call is not FAINT]
 HARD = [

@@ -58,6 +58,10 @@ JOIN_US, LAUNCHES_US = 2.0, 12.0
 """The plan's model, for an H200, in microseconds. Of the walk forward (STATES) and the walk back
 (WALK): a chunk, and a chunk of a segment's effect. Then one join, and three more launches. The walk
 forward was measured; the walk back is estimated from its products."""
+HARD_PRECISION = "bf16x6"
+"""Of the products that make the Bg of hard chunks: three bfloat16 terms, as many bits as float32
+has. Tensor cores truncate the low terms of tf32x3, and where keys repeat these errors agree: one
+beta of 0.99 would leave three times the error in dg."""
 HARD_UNITS = 4
 """Chunks that a program looks at for hard ones, where few are: most programs end at once, and so
 many fit on the GPU side by side."""
@@ -276,7 +280,7 @@ def _inverses(
         calls.append(kernel_call(BACKWARD_INVERSE, units * p.HV, INVERSE, p.device, **single))
     if w.hard is not None:
         programs = configs.blocks(units, looked_at) * p.HV
-        double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": EXACT}
+        double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": HARD_PRECISION}
         made = kernel_call(HARD_INVERSE, programs, INVERSE, p.device, **double, UNITS=looked_at)
         calls.append(made)
     return calls
@@ -427,6 +431,7 @@ def _lows(
         dS_low_ptr=w.after_low,
         beta32_ptr=w.beta32,
         g2_ptr=w.g2,
+        r_k_ptr=w.r_k,
         decay_in_ptr=w.decay_in,
         decay_out_ptr=w.decay_out,
         decay_q_ptr=w.decay_q,

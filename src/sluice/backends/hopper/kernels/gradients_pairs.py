@@ -145,14 +145,13 @@ def multiply_errors(tiles, place):
 
 @gluon.jit
 def add_low(tiles, n, h, place, nothing):
-    """Add the low terms: dO E_lowᵀ to dO Eᵀ, and (Y + Y_low) E_lowᵀ + Y_low Eᵀ to Y Eᵀ."""
+    """Add the low terms: dO E_lowᵀ to dO Eᵀ, and Y E_lowᵀ + Y_low Eᵀ to Y Eᵀ."""
     for half in gl.static_range(2):
         e_low_t = low_e(tiles, half, nothing).permute((1, 0))
         e_t = rows_of(tiles, place, E, half).permute((1, 0))
         n = warpgroup_mma(rows_of(tiles, place, DO, half), e_low_t, n)
         h = warpgroup_mma(rows_of(tiles, place, Y, half), e_low_t, h)
         h = warpgroup_mma(low_y(tiles, half, nothing), e_t, h)
-        h = warpgroup_mma(low_y(tiles, half, nothing), e_low_t, h)
     return n, h
 
 

@@ -8,9 +8,10 @@ writes into them, docs/kernels/backward.md (G9). Where keys repeat these terms n
     e^γ_C (⟨S', dS + dS'⟩ + ⟨S, dS'⟩) + Σ_{j < t} k_j · e^(γ_C−γ_j) dS' (D_j + D'_j)
     + Σ_{i ≥ t} (q_i · e^γ_i S' dO_i − k_i · e^γ_i (S' (dV_i + dV'_i) + S dV'_i))
 
-The kernels of the other gradients make the terms of high parts, and of D' with dS, and add this to
-them. Products of two low terms are not too small to count: where keys repeat and beta is near 1,
-errors of 2⁻¹⁸ in these terms are percents of a gradient. A program owns a chunk of a value head, and does nothing unless the chunk is hard.
+and what pairs of tokens ask with Y' E'ᵀ. The kernels of the other gradients make all other terms
+and add this to them. Products of two low terms are not too small to count: where keys repeat and
+beta is near 1, what they add is percents of dg. A program owns a chunk of a value head, and does
+nothing unless the chunk is hard.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import INDICES
 from sluice.backends.triton.kernels.backward_gradients import overlap, row_sums, state_products
-from sluice.backends.triton.kernels.backward_pairs import is_hard, load_vector
+from sluice.backends.triton.kernels.backward_pairs import (
+    fade,
+    is_hard,
+    load_decay,
+    load_vector,
+    row_products,
+    spanned,
+)
 from sluice.backends.triton.kernels.math import begin
 from sluice.backends.triton.kernels.prefill_chunks import C
 from sluice.backends.triton.kernels.work_units import unit_span
@@ -59,6 +67,7 @@ def backward_lows_kernel(
     dS_low_ptr,
     beta32_ptr,  # [HV, B * T] float32
     g2_ptr,  # [HV, B * T] float32
+    r_k_ptr,  # [HK, B * T] float32; None without norm
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
     decay_out_ptr,  # [HV, B * T] float32: e^(γ_C - γ) r_k
     decay_q_ptr,  # [HO, B * T] float32: scale e^γ r_q
@@ -105,7 +114,8 @@ def backward_lows_kernel(
         dS_ptr += state
         dS_low_ptr += state
         in_v = (in_row * HV + head_v) * V
-        k_ptr += batch * stride_k_b + (head_v // (HV // HK)) * stride_k_h
+        head_k = head_v // (HV // HK)
+        k_ptr += batch * stride_k_b + head_k * stride_k_h
         beta = load_vector(beta32_ptr, of_value, rows)
         kept = overlap(S_low_ptr, dS_ptr, K, V, BLOCK_K, BLOCK_V, 1, PRECISION)
         kept += overlap(S_ptr, dS_low_ptr, K, V, BLOCK_K, BLOCK_V, 1, PRECISION)
@@ -145,4 +155,12 @@ def backward_lows_kernel(
                 asked += read * load_vector(decay_q_ptr, head_o.to(tl.int64) * tokens + token, rows)
         before = offs_c[None, :] < offs_c[:, None]
         dg = kept + tl.sum(tl.where(before, wrote[None, :], asked[None, :]), axis=1)
+        h = row_products(
+            y_low_ptr + in_v, e_low_ptr + in_v, t, end, HV * V, HV * V, V, BLOCK_V, 1, PRECISION
+        )
+        g2 = load_decay(g2_ptr, of_value, rows, tl.minimum(end - t, C))
+        write = beta * load_vector(r_k_ptr, head_k.to(tl.int64) * tokens + token, rows)
+        h = h * -fade(g2, g2, False) * write[:, None] * write[None, :]
+        kk = row_products(k_ptr, k_ptr, t, end, stride_k_t, stride_k_t, K, PIECE, 1, PRECISION)
+        dg += spanned(h * kk, False)
         tl.store(by_low_ptr + of_value, dg, mask=rows)

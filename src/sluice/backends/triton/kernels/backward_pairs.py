@@ -214,7 +214,6 @@ def backward_pairs_kernel(
                 y_low = y_low_ptr + (in_row * HV + head_v) * V
                 h += row_products(y_at, low_at, t, end, HV * V, HV * V, V, BLOCK_V, 1, "tf32")
                 h += row_products(y_low, d_at, t, end, HV * V, stride_d_t, V, BLOCK_V, 1, "tf32")
-                h += row_products(y_low, low_at, t, end, HV * V, HV * V, V, BLOCK_V, 1, "tf32")
         dbeta = tl.sum(tl.where(offs_c[:, None] == offs_c[None, :], h, 0.0), axis=1)
         if RAW_BETA:
             beta = load_vector(beta32_ptr, of_value, rows)
