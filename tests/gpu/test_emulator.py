@@ -23,7 +23,7 @@ from tests.gpu.emulator.driver import emulated
 from tests.gpu.emulator.machine import EmulatorError, Kernel
 from tests.gpu.emulator.ptx import UnknownError
 from tests.training import kernel_calls
-from tests.training.hopper_calls import SAME, USUAL, VANISHING
+from tests.training.hopper_calls import ONE_BETA, SAME, USUAL, VANISHING
 
 pytestmark = [
     pytest.mark.skipif(machine.missing() is not None, reason=str(machine.missing())),
@@ -76,8 +76,16 @@ def test_hoppers_backward_is_right():
 @pytest.mark.parametrize("call", [SAME, *VANISHING], ids=str)
 @pytest.mark.parametrize("name", ["hopper", "triton"])
 def test_gradients_of_hard_chunks(name, call):
-    """bfloat16 alone keeps two terms there, and Triton's interpreter does not round like a GPU."""
+    """16 bits alone have such chunks, and Triton's interpreter rounds bfloat16 unlike a GPU."""
     assert backward(call, torch.bfloat16, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("hopper", ONE_BETA), ("triton", VANISHING[2])], ids=str
+)
+def test_gradients_of_hard_chunks_in_float16(name, call):
+    """There N has a power of two too. tests/training runs all calls."""
+    assert backward(call, HALF, name)
 
 
 # ------------------------------------------------------------------------------ faults in PTX

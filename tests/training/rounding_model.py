@@ -3,7 +3,7 @@
     python -m tests.training.rounding_model 600
 
 draws calls for so many seconds of a processor and says how many have a gradient above its bound:
-with what hard chunks keep in two terms, and (before) with states and Bg's operands rounded there
+with what hard chunks keep in two terms, and (before) with states, Bg and its operands rounded there
 too, and chunks hard by their keys alone. Draws of which float32 has no digits either are counted
 apart.
 
@@ -45,11 +45,15 @@ def exactly(x: Tensor) -> Tensor:
     return x
 
 
-def scaled(x: Tensor, dims: Any) -> Tensor:
-    """float16, over a power of two."""
+def scaled(x: Tensor, dims: Any, terms: int = 1) -> Tensor:
+    """A sum of float16 terms, over a power of two."""
     most = x.abs().amax(dims, keepdim=True).clamp(min=1e-300)
     power = torch.exp2(torch.floor(torch.log2(most)) - 13)
-    return (x / power).float().to(torch.float16).double() * power
+    made, left = torch.zeros_like(x), x / power
+    for _ in range(terms):
+        term = left.float().to(torch.float16).double()
+        made, left = made + term, left - term
+    return made * power
 
 
 def make(seeds: range, call: Call) -> dict[str, Tensor]:
@@ -104,8 +108,8 @@ def gradients(
         E = v[:, c] - reads[:, :, None] * (k[:, c] @ state(S))
         given = E * beta[:, c, None]
         if rounds:
-            B = scaled(B, (1, 2))
-            given = given if hard and now else scaled(given, 1)
+            terms = 2 if hard and now else 1
+            B, given = scaled(B, (1, 2), terms), scaled(given, 1, terms)
         E = E - B @ given
         kept.append((c, term, state, hard, gc, fade, B, reads, writes, E, S))
         d = E * (beta[:, c] * writes)[:, :, None]
@@ -118,8 +122,8 @@ def gradients(
         P = term(q_c @ k_c.mT * fade * (r_q[:, c] * scale)[:, :, None] * r_k[:, None, c])
         dD = P.mT @ do_c + writes[:, :, None] * (k_c @ term(dS))
         given = dD * b[:, :, None]
-        if rounds and not (hard and now):
-            given = scaled(given, 1)
+        if rounds:
+            given = scaled(given, 1, 2 if hard and now else 1)
         Y = dD - B.mT @ given
         dV, after = Y * b[:, :, None], dS
         dS = dS * gc[:, -1].exp()[:, None, None] - k_c.mT @ term(dV * reads[:, :, None])

@@ -16,7 +16,7 @@ from sluice import calls
 from sluice.backends.triton import prefill_backward
 from sluice.testing.compare import assert_same_bits
 from tests.suite import COMPILED, DEVICE, backends
-from tests.training.hopper_calls import VANISHING
+from tests.training.hopper_calls import OF_DTYPE
 from tests.training.kernel_calls import backward_of, check, drawn
 from tests.training.triton_calls import (
     HARD,
@@ -70,9 +70,9 @@ def test_gradients_of_wide_heads(call, dtype):
 
 
 @needs_gpu
-@pytest.mark.parametrize("call", VANISHING, ids=str)
-def test_gradients_that_nearly_cancel(call):
-    check(call, torch.bfloat16)
+@pytest.mark.parametrize(("call", "dtype"), OF_DTYPE, ids=str)
+def test_gradients_that_nearly_cancel(call, dtype):
+    check(call, dtype)
 
 
 @needs_gpu

@@ -97,6 +97,19 @@ WIDE_SPLIT = [
     Call("split, 128, packed", lengths=(5, 0, 256, 1, 300), K=128, V=128),
     Call("split, 128, repeated", T=300, K=128, V=128, keys="repeated", rate=0.0, beta="one"),
     Call("split, 128, correlated", T=300, K=128, V=128, keys="correlated", rate=0.01),
+    Call(
+        "split, one beta",
+        B=1,
+        T=500,
+        HQ=1,
+        HK=1,
+        K=128,
+        V=128,
+        keys="identical",
+        rate=0.0,
+        beta=0.9,
+        state=False,
+    ),
     Call("split, 64", B=1, T=500, K=64, V=64, raw=True),
 ]
 """Into segments of 128."""

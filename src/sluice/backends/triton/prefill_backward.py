@@ -1,12 +1,12 @@
 """The backward of prefill: plan, workspace, and the launches of kernels/backward_*.py.
 
 Seven kernels: what depends on no state (two), the states forward, their gradients back, pairs of
-tokens, the gradients of queries, and those of keys and gates; with bfloat16 and decay one more adds
-low terms of hard chunks, with raw gates one sums over chunks, and long sequences of few heads are
-split by three more. Nothing of the forward pass is kept
+tokens, the gradients of queries, and those of keys and gates. With 16 bits one more makes the Bg of
+hard chunks and, with decay, one adds what low terms give; with raw gates one sums over chunks, and
+long sequences of few heads are split by three more. Nothing of the forward pass is kept
 but its inputs. The workspace, with the size of v as the unit (16-bit inputs, K = V = 128): the
 states before and after each chunk 2 each, E and Y 1 each, P, Bg, N and H 0.5 each, factors 0.1; low
-terms with bfloat16 3, and 4 more with decay; segments at most ROOM.
+terms 3.5, and 4 more with decay; segments at most ROOM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from sluice.contract.chunk_length import CHUNK
 
 _FOLDER = "sluice.backends.triton.kernels."
 LOCAL = Kernel(_FOLDER + "backward_chunks", "backward_local_kernel")
-BACKWARD_INVERSE = Kernel(_FOLDER + "backward_chunks", "backward_inverse_kernel")
+BACKWARD_INVERSE = Kernel(_FOLDER + "backward_inverse", "backward_inverse_kernel")
+HARD_INVERSE = Kernel(_FOLDER + "backward_inverse", "backward_hard_inverse_kernel")
 STATES = Kernel(_FOLDER + "backward_states", "backward_states_kernel")
 JOIN = Kernel(_FOLDER + "backward_states", "backward_join_kernel")
 WALK = Kernel(_FOLDER + "backward_walk", "backward_walk_kernel")
@@ -57,6 +58,13 @@ JOIN_US, LAUNCHES_US = 2.0, 12.0
 """The plan's model, for an H200, in microseconds. Of the walk forward (STATES) and the walk back
 (WALK): a chunk, and a chunk of a segment's effect. Then one join, and three more launches. The walk
 forward was measured; the walk back is estimated from its products."""
+HARD_PRECISION = "bf16x6"
+"""Of the products that make the Bg of hard chunks: three bfloat16 terms, as many bits as float32
+has. Tensor cores truncate the low terms of tf32x3, and where keys repeat these errors agree: one
+beta of 0.99 would leave three times the error in dg."""
+HARD_UNITS = 4
+"""Chunks that a program looks at for hard ones, where few are: most programs end at once, and so
+many fit on the GPU side by side."""
 STATE_TOKENS, ROOM = 768, 1.0
 """A segment's states and transition take as much memory as the values of STATE_TOKENS tokens. All
 segments together may take ROOM times the memory of v."""
@@ -236,24 +244,7 @@ def planned_launches(
         )
     ]
     if w.b is not None:
-        calls.append(
-            kernel_call(
-                BACKWARD_INVERSE,
-                units * p.HV,
-                INVERSE,
-                p.device,
-                k_ptr=memory["k"],
-                beta32_ptr=w.beta32,
-                g2_ptr=w.g2,
-                g2_low_ptr=w.g2_low,
-                r_k_ptr=w.r_k,
-                b_ptr=w.b,
-                b_down_ptr=w.b_down,
-                **sizes,
-                **memory.strides("k", "bth"),
-                BLOCK_K=BLOCK_K,
-            )
-        )
+        calls += _inverses(p, memory, w, sizes | {"BLOCK_K": BLOCK_K}, units)
     sizes |= {"V": p.V, "BLOCK_K": BLOCK_K}
     calls += (walks or _walks)(p, memory, w, plan, sizes, segments)
     if w.by_low is not None:
@@ -265,6 +256,34 @@ def planned_launches(
     if w.by_gate is not None:
         calls.append(gate_sums(memory, w.by_gate, units, p.HV))
     return Launches(spec, memory, calls)
+
+
+def _inverses(
+    p: DeltaBackwardSpec, memory: Binding, w: Parts, sizes: dict[str, Any], units: int
+) -> list[KernelCall]:
+    """Bg of all chunks as one term, and that of hard chunks as two."""
+    common = {
+        "k_ptr": memory["k"],
+        "beta32_ptr": w.beta32,
+        "g2_ptr": w.g2,
+        "r_k_ptr": w.r_k,
+        "b_ptr": w.b,
+        "b_down_ptr": w.b_down,
+        **sizes,
+        **memory.strides("k", "bth"),
+    }
+    calls, looked_at = [], HARD_UNITS
+    if w.hard is not None and all_hard(p):
+        looked_at = 1
+    else:
+        single = common | {"g2_low_ptr": w.g2_low}
+        calls.append(kernel_call(BACKWARD_INVERSE, units * p.HV, INVERSE, p.device, **single))
+    if w.hard is not None:
+        programs = configs.blocks(units, looked_at) * p.HV
+        double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": HARD_PRECISION}
+        made = kernel_call(HARD_INVERSE, programs, INVERSE, p.device, **double, UNITS=looked_at)
+        calls.append(made)
+    return calls
 
 
 def _walks(
@@ -304,6 +323,7 @@ def _walks(
             plan.states,
             p.device,
             **common,
+            b_low_ptr=w.b_low if hard else None,
             v_ptr=memory["v"],
             e_ptr=w.e,
             e_low_ptr=w.e_low,
@@ -323,6 +343,7 @@ def _walks(
             plan.walk,
             p.device,
             **common,
+            b_low_ptr=w.b_low if hard else None,
             q_ptr=memory["q"],
             do_ptr=memory["do"],
             decay_q_ptr=w.decay_q,
@@ -400,6 +421,7 @@ def _lows(
         k_ptr=memory["k"],
         do_ptr=memory["do"],
         e_ptr=w.e,
+        e_low_ptr=w.e_low,
         y_ptr=w.y,
         y_low_ptr=w.y_low,
         hard_ptr=w.hard,
@@ -409,6 +431,7 @@ def _lows(
         dS_low_ptr=w.after_low,
         beta32_ptr=w.beta32,
         g2_ptr=w.g2,
+        r_k_ptr=w.r_k,
         decay_in_ptr=w.decay_in,
         decay_out_ptr=w.decay_out,
         decay_q_ptr=w.decay_q,

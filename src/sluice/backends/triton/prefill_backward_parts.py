@@ -17,7 +17,7 @@ class Parts(NamedTuple):
     them, by_pair and by_query are None."""
 
     p: Pointer | None  # [tokens, HO, C]; None without dO
-    p_low: Pointer | None  # low terms, in hard chunks; None without beta, unless bfloat16
+    p_low: Pointer | None  # low terms, in hard chunks; None without beta, and with float32
     e_low: Pointer | None  # [tokens, HV, V]
     y: Pointer | None  # [tokens, HV, V]; None without beta
     y_low: Pointer | None
@@ -29,6 +29,7 @@ class Parts(NamedTuple):
     h_down: Pointer | None  # [HV, chunk_slots]; None without beta, unless float16
     by_pair: Pointer | None  # [HV, tokens]; None without g
     b: Pointer | None  # [tokens, HV, C]; None without beta
+    b_low: Pointer | None  # [tokens, HV, C]: low terms, in hard chunks
     b_down: Pointer | None  # [HV, tokens]; None without beta, and with float32 inputs
     beta32: Pointer | None  # [HV, tokens]
     e: Pointer | None  # [tokens, HV, V]
@@ -71,7 +72,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool 
     def part(wanted: bool, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
         return memory.scratch(name, *shape, dtype=dtype) if wanted else None
 
-    lows = delta and p.dtype == torch.bfloat16
+    lows = delta and not exact
     scaled = p.dtype == torch.float16
     half = torch.float32 if exact else torch.float16
     asked = pairs and p.do is not None
@@ -89,6 +90,7 @@ def workspace(p: DeltaBackwardSpec, memory: Binding, segments: int, pairs: bool 
         h=part(pairs and delta, "ws.h", tokens, p.HV, CHUNK, dtype=p.dtype),
         by_pair=part(pairs and gated, "ws.by_pair", p.HV, tokens),
         b=part(delta, "ws.b", tokens, p.HV, CHUNK, dtype=half),
+        b_low=part(lows, "ws.b_low", tokens, p.HV, CHUNK, dtype=half),
         b_down=part(delta and not exact, "ws.b_down", p.HV, tokens),
         beta32=part(delta, "ws.beta32", p.HV, tokens),
         e=part(delta, "ws.e", tokens, p.HV, p.V, dtype=p.dtype),

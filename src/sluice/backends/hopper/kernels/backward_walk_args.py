@@ -31,6 +31,7 @@ class WalkTiles:
     b: gl.shared_memory_descriptor  # [C, C] float16: Bg over a power of two
     p: gl.shared_memory_descriptor  # [C, C]; used with BACK
     p_low: gl.shared_memory_descriptor  # [C, C], one: its low terms in a hard chunk
+    b_low: gl.shared_memory_descriptor  # [C, C] float16, one: those of b
     x: gl.shared_memory_descriptor  # [64, K], one: X on its way to memory
     y: gl.shared_memory_descriptor  # [C, 64], one: E, or Y
     dv: gl.shared_memory_descriptor  # [C, 64], one; used with BACK
@@ -72,6 +73,7 @@ class WalkArgs:
     x_low_ptr: gl.tensor | gl.constexpr  # of the first row of x_desc; None: not wanted
     dv_ptr: gl.tensor | gl.constexpr
     p_low_ptr: gl.tensor | gl.constexpr
+    b_low_ptr: gl.tensor | gl.constexpr  # None: no low terms
     hard_ptr: gl.tensor | gl.constexpr  # of this program's first chunk; None: no chunk is hard
     source_ptr: gl.tensor | gl.constexpr  # X at the start [V, K] or [K, V]; None: zeros
     has_source: gl.tensor
@@ -87,7 +89,7 @@ class WalkArgs:
     row_x: gl.tensor  # of the first chunk's X, in rows of x_desc
     step_x: gl.tensor | gl.constexpr  # from one chunk to the next, likewise
     stride_v_t: gl.tensor | gl.constexpr  # of y, y_low and dv
-    stride_p_t: gl.tensor | gl.constexpr
+    stride_p_t: gl.tensor | gl.constexpr  # of p_low and b_low
 
 
 @aggregate

@@ -5,7 +5,7 @@ those that the chain does not wait for (Pᵀ dO, Qᵀ dO) are issued after those
 
 Two kinds of chunks are special. The last chunk of a sequence may be short: the rest of its tiles
 belongs to another sequence, and is overwritten with zeros. In hard chunks
-(triton/kernels/backward_chunks.py) P, X as a factor of keys, the operand of Bg, and the updates of
+(triton/kernels/backward_chunks.py) P, X as a factor of keys, Bg and its operand, and the updates of
 X have low terms, which take more products. The low terms of X, and of E or Y, are stored too.
 """
 
@@ -121,6 +121,9 @@ def run_walk(args, sizes):
             if this_hard:
                 rest = gl.convert_layout(r * beta * up, left_c) - r_left.to(gl.float32)
                 y = warpgroup_mma(rest.to(gl.float16), b_smem, y)
+                load_low_terms(args.b_low_ptr, tiles.b_low, args, args.row + t, count)
+                b_low = tiles.b_low if BACK else tiles.b_low.permute((1, 0))
+                y = warpgroup_mma(r_left, b_low, y)
         y = r - y * down
         d = y * beta
 
@@ -251,14 +254,20 @@ def add_low_state(u, X, args, sizes, k_smem, t, count):
 @gluon.jit
 def add_low_pairs(r, v_left, args, t, count):
     """Add dOᵀ times the low terms of P to dOᵀ P, in a hard chunk."""
+    load_low_terms(args.p_low_ptr, args.tiles.p_low, args, t, count)
+    return warpgroup_mma(v_left, args.tiles.p_low, r)
+
+
+@gluon.jit
+def load_low_terms(ptr, tile, args, t, count):
+    """Bring the low terms of P or Bg of a hard chunk, zeros from ``count`` tokens on.
+
+    Once per chunk and tile: the barrier at a chunk's end is the one before the next time.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, layout)), 1)
     columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0)
     at = (t + rows).to(gl.int64) * args.stride_p_t + columns
-    low = gl.load(args.p_low_ptr + at, mask=(rows < count) & (columns >= 0), other=0.0)
-    args.tiles.p_low.store(low)
+    tile.store(gl.load(ptr + at, mask=(rows < count) & (columns >= 0), other=0.0))
     fence_async_shared()
     barrier()
-    r = warpgroup_mma(v_left, args.tiles.p_low, r)
-    barrier()
-    return r

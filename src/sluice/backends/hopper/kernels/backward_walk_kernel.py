@@ -67,6 +67,7 @@ def hopper_walk_kernel(
     y_low_ptr,  # [B * T, HV, V]: low terms of y in hard chunks; None: there are none
     x_low_ptr,  # [chunk_slots, HV, V, K]: low terms of X in hard chunks; None: none, or no g
     p_low_ptr,  # [B * T, HV, C]; None without BACK too
+    b_low_ptr,  # [B * T, HV, C]: low terms of Bg in hard chunks; None without HARD
     hard_ptr,  # [HV, B * T // C + N] int32; None: no chunk is hard
     beta32_ptr,  # [HV, B * T] float32
     decay_in_ptr,  # [HV, B * T] float32: e^γ r_k
@@ -143,6 +144,8 @@ def hopper_walk_kernel(
         y_low_ptr += head_v * V + first_v
         if BACK:
             p_low_ptr += head_v * C
+        if HARD:
+            b_low_ptr += head_v * C
     if BACK:
         dv_ptr += head_v * V + first_v
         decay_q_ptr += head * tokens
@@ -168,7 +171,7 @@ def hopper_walk_kernel(
         x_desc=x_desc, y_desc=y_desc, dv_desc=dv_desc,
         y_ptr=y_ptr + head_v * V + first_v, y_low_ptr=y_low_ptr, dv_ptr=dv_ptr,
         x_low_ptr=x_low_ptr,
-        p_low_ptr=p_low_ptr, hard_ptr=hard_ptr,
+        p_low_ptr=p_low_ptr, b_low_ptr=b_low_ptr, hard_ptr=hard_ptr,
         source_ptr=state_ptr, has_source=live & ((segments_ptr is None) | (is_split == 0)),
         segments_ptr=segments_ptr, is_split=live & is_split,
         target_ptr=dstate_ptr, write=write, values=values,
@@ -205,9 +208,12 @@ def allocate_tiles(k_desc, v_desc, b_desc, x_desc, sizes):
     q = k  # never read without BACK, as the others that are the same memory
     p = v
     p_low = v
+    b_low = b
     dv = v
     x = k
     y = v
+    if sizes.HARD:
+        b_low = gl.allocate_shared_memory(gl.float16, [C, C], b_desc.layout)
     if sizes.BACK:
         square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
         q = gl.allocate_shared_memory(dtype, [sizes.STAGES, C, sizes.K], k_desc.layout)
@@ -219,7 +225,7 @@ def allocate_tiles(k_desc, v_desc, b_desc, x_desc, sizes):
         y = gl.allocate_shared_memory(dtype, [C, GROUP_V], v_desc.layout)
         if sizes.BACK:
             dv = gl.allocate_shared_memory(dtype, [C, GROUP_V], v_desc.layout)
-    return WalkTiles(k, q, v, b, p, p_low, x, y, dv)
+    return WalkTiles(k, q, v, b, p, p_low, b_low, x, y, dv)
 
 
 @gluon.jit

@@ -3,17 +3,13 @@
 For a chunk of C tokens of one value head, docs/kernels/backward.md:
 
     P   = s Q Kᵀ ∘ Γ
-    Bg  = Γ ∘ G (I + beta G)⁻¹,  G = strictLower(K Kᵀ)                             (G10)
 
-With R the values less what the state predicts, E = R − Bg (beta R), and the gradient goes back by
-Y = dD − Bgᵀ (beta dD): one matrix for both walks, nothing is divided by beta, and the ones on the
-diagonal of the inverse are never rounded. Bg is float16 for 16-bit inputs, divided by a power of
-two per chunk.
+The other matrix that depends on no state is Bg (backward_inverse.py).
 
-Where keys nearly repeat, gradients are small differences of large terms. With bfloat16 inputs a
-chunk of such keys is *hard* and marked so: what is rounded to bfloat16 there (P, E, Y, N, S, dS) is
-kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read. A chunk of one
-token is hard too, and so is every chunk of a sequence of FEW_GATES. So a chunk's own keys, the
+Where keys nearly repeat, gradients are small differences of large terms. With 16-bit inputs a
+chunk of such keys is *hard* and marked so: what is rounded to 16 bits there (P, Bg, E, Y, N, S, dS)
+is kept as two terms, x ≈ high + low. Of other chunks no low terms are stored or read. A chunk of
+one token is hard too, and so is every chunk of a sequence of FEW_GATES. So a chunk's own keys, the
 length of its sequence and the number of heads decide, unless the call makes every chunk hard
 (ALL_HARD: prefill_backward_parts.all_hard).
 
@@ -21,31 +17,14 @@ Gates are activated here, once: cumulative log2 decays, beta, and the factors by
 multiply each token. Keys and queries are read as given; their inverse lengths are factors too.
 """
 
-# ruff: noqa: RUF005 (Triton has no tuple unpacking)
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
-from sluice.backends.triton.kernels.math import (
-    LOG2_E,
-    NORM_EPS,
-    begin,
-    float16_scale,
-    sigmoid,
-    softplus,
-)
-from sluice.backends.triton.kernels.prefill_chunks import (
-    NEAR,
-    C,
-    gated_block,
-    load_keys,
-    log2_decay,
-    merged_inverse,
-    product,
-)
+from sluice.backends.triton.kernels.math import LOG2_E, NORM_EPS, begin, sigmoid, softplus
+from sluice.backends.triton.kernels.prefill_chunks import NEAR, C, log2_decay
 from sluice.backends.triton.kernels.work_units import unit_span
 
 FEW_GATES: tl.constexpr = tl.constexpr(512)
@@ -165,7 +144,7 @@ def backward_local_kernel(
     A_log_ptr,  # [HV]; given: g and beta are raw gates
     dt_bias_ptr,  # [HV]; None: 0
     p_ptr,  # [B * T, HO, C]: P; None without dO
-    p_low_ptr,  # the same: its low terms in hard chunks; None unless inputs are bfloat16
+    p_low_ptr,  # the same: its low terms in hard chunks; None unless inputs have 16 bits
     hard_ptr,  # [HV, B * T // C + N] int32: whether a chunk is hard; None: no low terms
     dq_ptr,  # [B, T, HQ, K]: zeros for tokens after the last sequence, as the next four
     dk_ptr,
@@ -315,102 +294,3 @@ def backward_local_kernel(
                     at = p_low_ptr + (token * HO + head_o)[:, None] * C + offs_c[None, :]
                     low = (qk - high.to(tl.float32)).to(p_low_ptr.dtype.element_ty)
                     tl.store(at, low, mask=rows[:, None])
-
-
-@triton.jit
-def resolvent(kk, a, PRECISION: tl.constexpr):
-    """The ten blocks of G A, rows first, from those of K Kᵀ and of A (G10)."""
-    below = tl.arange(0, 16)[:, None] > tl.arange(0, 16)[None, :]
-    made = ()
-    for i in tl.static_range(4):
-        for j in tl.static_range(i + 1):
-            block = tl.zeros([16, 16], tl.float32)
-            for m in tl.static_range(j, i + 1):
-                g = kk[i * (i + 1) // 2 + m]
-                if i == m:
-                    g = tl.where(below, g, 0.0)
-                block += product(g, a[m * (m + 1) // 2 + j], PRECISION)
-            made = made + (block,)
-    return made
-
-
-@triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
-def backward_inverse_kernel(
-    k_ptr,  # [B, T, HK, K]
-    beta32_ptr,  # [HV, B * T] float32
-    g2_ptr,  # [HV, B * T] float32; None without g
-    g2_low_ptr,  # the same; None: zeros
-    r_k_ptr,  # [HK, B * T] float32; None without norm
-    b_ptr,  # [B * T, HV, C]: Bg / b_down
-    b_down_ptr,  # [HV, B * T] float32, at a chunk's first token: a power of two; None: 1
-    cu_seqlens_ptr,  # [N + 1]; None: N rows of T tokens
-    N,
-    T,
-    tokens,  # B * T
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    begin()
-    pid = tl.program_id(0)
-    head_v = pid % HV
-    head_k = head_v // (HV // HK)
-    seq, batch, start, chunk, end = unit_span((pid // HV).to(tl.int64), cu_seqlens_ptr, N, T, C)
-    t = start + chunk * C
-    if seq == N or t >= end:
-        return
-    token = batch * T + t  # in the workspace
-    offs = tl.arange(0, 16)
-    k_ptr += batch * stride_k_b + head_k * stride_k_h
-    if r_k_ptr is not None:
-        r_k_ptr += head_k.to(tl.int64) * tokens + token
-    kk = ()
-    beta = ()
-    g2 = ()
-    g2_low = ()
-    for i in tl.static_range(4):
-        k_i, r_i = load_keys(k_ptr, r_k_ptr, t, end, i, stride_k_t, K, BLOCK_K)
-        for j in tl.static_range(i + 1):
-            # loaded again: four blocks of keys would fill the registers
-            k_j, r_j = load_keys(k_ptr, r_k_ptr, t, end, j, stride_k_t, K, BLOCK_K)
-            kk_ij = tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION)
-            if r_k_ptr is not None:
-                kk_ij = kk_ij * r_i[:, None] * r_j[None, :]
-            kk = kk + (kk_ij,)
-        mask = t + 16 * i + offs < end
-        of_value = head_v.to(tl.int64) * tokens + token + 16 * i + offs
-        beta = beta + (tl.load(beta32_ptr + of_value, mask=mask, other=0.0),)
-        g2_i = tl.zeros([16], tl.float32)
-        low_i = g2_i
-        if g2_ptr is not None:
-            g2_i = tl.load(g2_ptr + of_value, mask=mask, other=0.0)
-        if g2_low_ptr is not None:
-            low_i = tl.load(g2_low_ptr + of_value, mask=mask, other=0.0)
-        g2 = g2 + (g2_i,)
-        g2_low = g2_low + (low_i,)
-    b = resolvent(kk, merged_inverse(kk, beta, PRECISION), PRECISION)
-    up = 1.0
-    if b_down_ptr is not None:
-        most = tl.zeros([16, 16], tl.float32)
-        for i in tl.static_range(10):
-            most = tl.maximum(most, tl.abs(b[i]))
-        up, down = float16_scale(tl.max(most), 14)
-        tl.store(b_down_ptr + head_v.to(tl.int64) * tokens + token, down)
-    b_ptr += (token * HV + head_v) * C
-    for i in tl.static_range(4):
-        for j in tl.static_range(4):
-            block = tl.zeros([16, 16], tl.float32)
-            if j <= i:
-                # rows after the end have the decay of no token
-                block = b[i * (i + 1) // 2 + j]
-                block = gated_block(block * up, g2[i], g2[j], i == j)
-                if g2_low_ptr is not None:  # small: above the diagonal it does no harm
-                    block *= tl.exp2(g2_low[i][:, None] - g2_low[j][None, :])
-            at = b_ptr + (16 * i + offs)[:, None] * (HV * C) + 16 * j + offs[None, :]
-            mask = (t + 16 * i + offs < end)[:, None]
-            tl.store(at, block.to(b_ptr.dtype.element_ty), mask=mask)

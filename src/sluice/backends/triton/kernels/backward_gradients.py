@@ -208,7 +208,10 @@ def backward_queries_kernel(
             if hard_ptr is not None:
                 if is_hard(hard_ptr, head_v, chunk_slot, chunk_slots):
                     n_at = n_low_ptr + (in_row * HO + head_o) * C
-                    dq = tl.dot(load_tile(n_at, t, end, 0, HO * C, C, C), k, acc=dq)
+                    n = load_tile(n_at, t, end, 0, HO * C, C, C)
+                    dq = plus_product(
+                        dq, n, k, n_down_ptr, head_o, chunk_slot, chunk_slots, PRECISION
+                    )
     at = dq_ptr + (in_row * HQ + head_q) * K
     r_q = load_vector(r_q_ptr, token * HQ + head_q, rows)
     store_gradient(

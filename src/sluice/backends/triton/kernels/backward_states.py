@@ -11,7 +11,7 @@ transpose of something computed: Triton 3.4 to 3.7.0 compiles such products wron
 
 The state before each chunk is stored in the dtype of the inputs. In hard chunks
 (backward_chunks.py) the state is two terms where keys multiply it and where it is stored. So are E,
-the operand of Bg, and the state's updates. Programs with a hard chunk have a launch of their own,
+Bg and its operand, and the state's updates. Programs with a hard chunk have a launch of their own,
 so that these terms take no registers from the others.
 
 A sequence longer than ``segment_size`` is split over the SMs. Both directions use the same matrix
@@ -43,8 +43,11 @@ from sluice.backends.triton.kernels.work_units import unit_span
 
 
 @triton.jit
-def resolved(x, b, down, hard, TURNED: tl.constexpr, PRECISION: tl.constexpr, HARD: tl.constexpr):
-    """x Bgᵀ, or x Bg if TURNED, where ``b`` is Bg / down. In a hard chunk x is two terms."""
+def resolved(
+    x, b, down, hard, b_low_ptr, offs_c, stride_t, rows,
+    TURNED: tl.constexpr, PRECISION: tl.constexpr, HARD: tl.constexpr,
+):  # fmt: skip
+    """x Bgᵀ, or x Bg if TURNED, where ``b`` is Bg / down. In a hard chunk both are two terms."""
     b = b if TURNED else tl.trans(b)
     if b.dtype == tl.float32:
         y = tl.dot(x, b, input_precision=PRECISION)
@@ -56,6 +59,8 @@ def resolved(x, b, down, hard, TURNED: tl.constexpr, PRECISION: tl.constexpr, HA
         if HARD:
             if hard:
                 y = tl.dot((x - high.to(tl.float32)).to(tl.float16), b, acc=y)
+                b_low = load_rows(b_low_ptr, offs_c, offs_c, stride_t, rows, C, C)
+                y = tl.dot(high, b_low if TURNED else tl.trans(b_low), acc=y)
         y = y * (back * down)[:, None]
     return y
 
@@ -80,7 +85,8 @@ def state_at(ptr, seq, head_v, HV: tl.constexpr, offs_k, offs_v, K: tl.constexpr
 def backward_states_kernel(
     k_ptr,  # [B, T, HK, K]
     v_ptr,  # [B, T, HV, V]
-    b_ptr,  # [B * T, HV, C]; None without beta, as the next two
+    b_ptr,  # [B * T, HV, C]; None without beta, as the next three
+    b_low_ptr,  # [B * T, HV, C]: its low terms in hard chunks; None without HARD
     b_down_ptr,  # [HV, B * T] float32; None: ones
     beta32_ptr,  # [HV, B * T] float32
     decay_in_ptr,  # [HV, B * T] float32
@@ -170,6 +176,8 @@ def backward_states_kernel(
         g2_ptr += of_head
     if b_ptr is not None:
         b_ptr += (token * HV + head_v) * C
+        if HARD:
+            b_low_ptr += (token * HV + head_v) * C
         beta32_ptr += of_head
         e_ptr += (token * HV + head_v) * V
         if hard_ptr is not None:
@@ -213,7 +221,11 @@ def backward_states_kernel(
                             tl.store(in_low, S_rest, mask=tile)
             r = plus_values(read * -decay_in[None, :], v, one)
             down = scale_of(b_down_ptr, t)
-            e = r - resolved(r * beta[None, :], b, down, hard, False, PRECISION, HARD)
+            b_low_at = b_low_ptr + wide_t * (HV * C) if HARD else None
+            e = r - resolved(
+                r * beta[None, :], b, down, hard, b_low_at, offs_c, HV * C, rows,
+                False, PRECISION, HARD,
+            )  # fmt: skip
             if not EFFECT:
                 in_e = wide_t * (HV * V)
                 store_columns(e_ptr + in_e, e, offs_c, offs_v, HV * V, rows, V)

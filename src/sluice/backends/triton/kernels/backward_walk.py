@@ -12,7 +12,7 @@ dividing dV by beta would not give it: beta may be 0. With EFFECT only dS_zero o
 stored.
 
 In hard chunks (backward_chunks.py) dS is a sum of two terms where keys multiply it and where it is
-stored. So are the operand of Bg and the updates of dS. The terms from queries add up in dS, chunk
+stored. So are Bg and its operand, and the updates of dS. The terms from queries add up in dS, chunk
 by chunk, while along keys that repeat nearly all of dS cancels: with one term, dV would have an
 error that grows with the length of the sequence. Programs with a hard chunk have a launch of their
 own, so that these terms take no registers from the others.
@@ -47,7 +47,8 @@ def backward_walk_kernel(
     q_ptr,  # [B, T, HQ, K]
     k_ptr,  # [B, T, HK, K]
     do_ptr,  # [B, T, HO, V]; None: zeros
-    b_ptr,  # [B * T, HV, C]; None without beta, as the next two
+    b_ptr,  # [B * T, HV, C]; None without beta, as the next three
+    b_low_ptr,  # [B * T, HV, C]: its low terms in hard chunks; None without HARD
     b_down_ptr,  # [HV, B * T] float32; None: ones
     beta32_ptr,  # [HV, B * T] float32
     decay_in_ptr,  # [HV, B * T] float32
@@ -139,6 +140,8 @@ def backward_walk_kernel(
         g2_ptr += of_head
     if b_ptr is not None:
         b_ptr += (token * HV + head_v) * C
+        if HARD:
+            b_low_ptr += (token * HV + head_v) * C
         beta32_ptr += of_head
         y_ptr += (token * HV + head_v) * V
         if hard_ptr is not None:
@@ -193,7 +196,11 @@ def backward_walk_kernel(
             b_at = b_ptr + wide_t * (HV * C)
             b = load_rows(b_at, offs_c, offs_c, HV * C, rows, C, C)
             down = scale_of(b_down_ptr, t)
-            dv -= resolved(dv * beta[None, :], b, down, hard, True, PRECISION, HARD)
+            b_low_at = b_low_ptr + wide_t * (HV * C) if HARD else None
+            dv -= resolved(
+                dv * beta[None, :], b, down, hard, b_low_at, offs_c, HV * C, rows,
+                True, PRECISION, HARD,
+            )  # fmt: skip
             if not EFFECT:
                 in_v = wide_t * (HV * V)
                 store_columns(y_ptr + in_v, dv, offs_c, offs_v, HV * V, rows, V)
