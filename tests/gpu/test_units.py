@@ -5,6 +5,8 @@ A unit is a chunk of one or two key heads, or the tail of a checkpoint.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,11 +14,15 @@ pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 import sluice
+from sluice.backends import hopper
+from sluice.backends import triton as backend
 from sluice.backends.hopper import prefill
+from sluice.backends.triton import prefill as portable
 from sluice.testing import cases, compare
-from tests.gpu.cross import gpu_like
+from tests.gpu.cross import bound, compile_for, gpu_like
 from tests.gpu.emulator.driver import emulated
 from tests.gpu.gluon_kernels import spec
+from tests.gpu.passes import specs as pass_specs
 from tests.gpu.test_hopper import packed
 from tests.gpu.test_items import BATCH, MANY, RAGGED, emulates
 
@@ -33,6 +39,7 @@ CALLS = {
     "hard chunks, one warp": ("prefill/identical_keys", {**BATCH, "Hv": 1, "batch": 3}),
 }
 FEW = list(CALLS)[:6]
+PLANS = [*prefill.all_plans(), prefill.Plan(0, 128, once=True), prefill.Plan(1024, 64, early=False)]
 
 
 def made(monkeypatch, name, plan):
@@ -86,3 +93,42 @@ def test_no_more_programs_than_fit_on_the_chip():
         with gpu_like("sm_90"):
             p = packed(40, tokens, 32)
             assert prefill.chunk_programs(p, prefill.Plan(0, 128), 10**6) == programs
+
+
+def early_and_before():
+    """Each kernel that reads inputs before its wait, and the one launched before it."""
+    with gpu_like("sm_90"):
+        made = [prefill.planned_launches(spec(HV=HV), p) for HV in (16, 32) for p in PLANS]
+        first, second = pass_specs()
+        made.append(bound(first, hopper))
+        kept = second.kept._replace(shape=(made[-1]._workspace_bytes,))
+        made.append(bound(replace(second, kept=kept), hopper))
+    for launches in made:
+        for before, call in zip([None, *launches.calls], launches.calls, strict=False):
+            if call.arguments.get("EARLY"):
+                yield before, call
+
+
+def test_before_a_kernel_that_reads_early_comes_one_of_the_same_call():
+    """Of a kernel of someone else's nothing is known, and the inputs may be what it makes."""
+    found = list(early_and_before())
+    assert len(found) > 2 * len(PLANS)
+    for before, call in found:
+        assert call.kernel == prefill.STATE
+        assert before is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(backend.interpreted(), reason="the interpreter does not compile")
+def test_a_kernel_before_one_that_reads_early_waits_and_then_allows_it():
+    """When the next kernel starts, all before this one have ended: nothing may come between."""
+    seen = {before.kernel: before for before, _ in early_and_before()}
+    assert {prefill.CHUNKS, prefill.CHUNKS_WARP, portable.PREFILL_JOIN} <= set(seen)
+    for call in seen.values():
+        ptx = compile_for(call, "sm_90").asm["ptx"]
+        wait, allow = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+        assert ptx.count(wait) == ptx.count(allow) == 1
+        first = ptx[: ptx.index(allow)]
+        assert wait in first
+        for access in ("ld.global", "st.global", "cp.async", "red.", "atom."):
+            assert access not in first.partition(wait)[0]
