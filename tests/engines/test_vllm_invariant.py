@@ -114,7 +114,7 @@ class Story:
                 layer.begin(name)
 
     def step(self, *rows: Row, padded: int = 0) -> None:
-        """A batch with a row of ``x``, and that row alone: outputs and states have the same bits."""
+        """A batch with a row of ``x``, and that row alone: the same bits."""
         self.seed += 100
         inputs = [self.together.inputs(row.tokens, self.seed + i) for i, row in enumerate(rows)]
         (at,) = (i for i, row in enumerate(rows) if row.name == "x")

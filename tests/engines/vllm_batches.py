@@ -1,4 +1,4 @@
-"""Sequences scheduled by hand, and batches of them as vLLM's own builder of metadata describes them."""
+"""Sequences scheduled by hand; their batches as vLLM's own builder of metadata describes them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine_config(folder: str, drafts: int, **options: Any) -> Any:
 
 
 class Batches:
-    """Each sequence has a slot, and one for each of its drafts; ``done`` tokens are in its state."""
+    """A sequence has a slot and one for each draft; ``done`` tokens are in its state."""
 
     def __init__(self, config: Any, drafts: int) -> None:
         spec = MambaSpec(
