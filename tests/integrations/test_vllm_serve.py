@@ -6,6 +6,7 @@ The judge is the same layer over each sequence alone, from its first token, with
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +179,7 @@ def test_the_plan_has_every_number_of_states_and_prompts_that_keep_some(kept):
     sizes = {call.make()[0][0].shape[0] for call in plan if call.op == "decode"}
     # one token beside prompts, and steps with drafts, with fewer and with none
     assert sizes == {T * n for T in (1, 3, 4) for n in few}
-    for op in ("prefill", "conv_qkv"):
+    for drafts, op in itertools.product((0, 3), ("prefill", "conv_qkv")):
+        plan = warm.plan(Engine(drafts=drafts).layer, torch.float32, drafts, kept, False)
         given = [call.make()[1].get("checkpoints") is not None for call in plan if call.op == op]
         assert set(given) == {False, kept}
