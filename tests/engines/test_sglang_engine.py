@@ -12,6 +12,8 @@ import pytest
 from tests.engines import tiny
 from tests.engines.tiny import NEW_TOKENS, known_answers
 
+READY, ASKED = "made ready:", "asked for round"
+"""What ``sglang_engine`` says of kernels, and of each round of requests."""
 ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "SGLANG_MAMBA_CONV_DTYPE": "float32",  # conv windows are bfloat16 else, in any model
@@ -100,7 +102,7 @@ def _run(
 ) -> list[list[dict]]:
     """What the engine answers to each round of prompts, and what it says of each answer.
 
-    Its log says what is served, and ``said``.
+    Its log says what is served, and ``said``. No request compiles a kernel (reliability row 10).
     """
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -114,4 +116,8 @@ def _run(
     assert f"sluice: serves {kinds} of gated delta layers" in log
     assert said in log
     assert "SGLang's own kernels serve" not in log
+    start, *requests = done.stderr.split(ASKED)
+    assert f"{READY} prefill" in start
+    assert len(requests) == len(rounds)
+    assert READY not in "".join(requests), "a request has waited for a compiler"
     return json.loads(file.read_text())

@@ -36,6 +36,8 @@ class SluiceGDNAttnBackend(_Base):
             super().__init__(model_runner)
         self.sluice_pad = private.pad_slot(model_runner.req_to_token_pool)
         self.sluice_invariant = private.deterministic()
+        for layer in private.layers(model_runner):
+            self._sluice_warm_ahead(layer)
 
     def forward_decode(
         self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
@@ -194,8 +196,20 @@ class SluiceGDNAttnBackend(_Base):
         if reason:
             private.warn_once(f"SGLang's own kernels serve {what} with {reason}")
 
+    def _sluice_warm_ahead(self, layer: Any) -> None:
+        """Compile what a layer of the model needs, if sluice serves it."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        found, x = self._sluice_layer(layer, cache), layer.conv_weights
+        slots = torch.empty(0, dtype=torch.int32, device=x.device)  # as SGLang's are
+        asked = self.sluice_decode or self.sluice_prefill or self.sluice_verify
+        if asked and self._sluice_why_not(layer, found, x, slots) is None:
+            self._sluice_warm(found, x, slots)
+
     def _sluice_warm(self, layer: serve.Layer, x: Tensor, slots: Tensor) -> None:
-        """Compile everything at the first call: SGLang makes one before it takes requests."""
+        """Compile everything, once for each kind of layer. ``x`` and ``slots`` tell dtypes.
+
+        A layer that was not found beforehand is compiled at its first call.
+        """
         kept = self._sluice_kept(layer, x.dtype)
         key = (layer.heads, layer.state.dtype, x.dtype, slots.dtype, layer.conv_state.stride())
         key += (isinstance(kept, str),)

@@ -11,6 +11,8 @@ and SGLang's command line does not know ``sluice``.
 - ``GDNAttnBackend``: the base class. ``forward_decode`` and ``forward_extend`` are overridden.
 - ``runner.linear_attn_backends``: while the base class is built, the backends that are sluice's
   read "triton", because the base class builds kernels by name. They serve what sluice does not.
+- ``runner.model``: its modules with ``layer_id`` and ``conv_weights``, for which kernels are
+  compiled before requests. Without them the first forward pass compiles.
 - ``forward_metadata``: ``query_start_loc``, ``mamba_cache_indices``, ``has_mamba_track_mask``.
 - ``forward_batch``: ``extend_prefix_lens``, ``mamba_track_mask``, ``mamba_track_indices`` and
   ``mamba_track_aligned_lens()`` (where the prefix cache wants a state).
@@ -41,6 +43,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 _WRAPPER = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 _HOME = "sglang.srt.layers.attention.linear.gdn_backend"
@@ -199,6 +203,19 @@ def pad_slot(pool: Any) -> int:
 def pools(pool: Any) -> Any:
     """The states and conv windows of all layers."""
     return pool.mamba_pool.mamba_cache
+
+
+def layers(runner: Any) -> Iterator[Any]:
+    """The gated delta layers of a runner's model whose states are in its pools.
+
+    None where the model is not there yet: they are found with their first call then.
+    """
+    model, known = getattr(runner, "model", None), runner.req_to_token_pool.mamba_map
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if getattr(module, "layer_id", None) in known and isinstance(
+            getattr(module, "conv_weights", None), torch.Tensor
+        ):
+            yield module
 
 
 def layer_index(pool: Any, layer_id: int) -> int:
