@@ -32,7 +32,7 @@ from torch import Tensor
 from sluice.backends import triton
 from sluice.backends.cpu.kernel import Kernel
 from tests import interpreter
-from tests.engines.test_sglang_engine import ASKED, READY
+from tests.engines.sglang_log import ASKED, READY
 
 
 def norm(x: Tensor, z: Tensor, weight: Tensor, bias: None, activation: str, **more: Any) -> Tensor:

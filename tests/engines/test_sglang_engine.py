@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines import tiny
+from tests.engines.sglang_log import ASKED, READY
 from tests.engines.tiny import NEW_TOKENS, known_answers
 
-READY, ASKED = "made ready:", "asked for round"
-"""What ``sglang_engine`` says of kernels, and of each round of requests."""
 ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "SGLANG_MAMBA_CONV_DTYPE": "float32",  # conv windows are bfloat16 else, in any model

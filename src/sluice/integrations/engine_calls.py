@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sluice import dispatch
-from sluice.contract.errors import SluiceError
 from sluice.model_calls import ModelCall
 from sluice.warmup import run
 
@@ -52,19 +50,6 @@ def check(calls: list[ModelCall], device: torch.device) -> None:
     """Raise the contract's error if an operator does not take one of these calls."""
     for call in calls:
         call.spec(device)
-
-
-def refused(calls: list[ModelCall], device: torch.device) -> str | None:
-    """Why one of these calls cannot be made there, in words; None if all can."""
-    for call in calls:
-        try:
-            spec = call.spec(device)
-        except SluiceError as error:
-            return str(error)
-        found = dispatch.explain(spec)
-        if found.chosen is None:
-            return f"{call.op}: " + "; ".join(f"{name} {reason}" for name, reason in found.refusals)
-    return None
 
 
 def served(calls: list[ModelCall], device: torch.device) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from sluice.integrations import engine_calls
 from sluice.integrations.sglang import NAME, drafts, private, serve
 from sluice.model_calls import ModelCall
 from sluice.ops import Checkpoints
+from sluice.warmup import refused
 
 _Base: Any = private.base()
 _compiled: set[Any] = set()
@@ -243,7 +244,7 @@ class SluiceGDNAttnBackend(_Base):
 
 
 def _untaken(calls: list[ModelCall], device: torch.device) -> str | None:
-    reason = engine_calls.refused(calls, device)
+    reason = refused(calls, device)
     return None if reason is None else f"what sluice does not take ({reason})"
 
 

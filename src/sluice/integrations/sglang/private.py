@@ -210,7 +210,8 @@ def layers(runner: Any) -> Iterator[Any]:
 
     None where the model is not there yet: they are found with their first call then.
     """
-    model, known = getattr(runner, "model", None), runner.req_to_token_pool.mamba_map
+    model = getattr(runner, "model", None)
+    known = getattr(runner.req_to_token_pool, "mamba_map", ())
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():
         if getattr(module, "layer_id", None) in known and isinstance(
             getattr(module, "conv_weights", None), torch.Tensor
