@@ -13,7 +13,7 @@ import sluice
 from sluice import dispatch
 from sluice.backends.cpu import kernel_of, kernels
 from sluice.layers import QwenShape
-from sluice.model_calls import ModelCalls
+from sluice.model_calls import ModelCall, ModelCalls
 
 module = importlib.import_module("sluice.warmup")
 TINY = QwenShape("tiny", 32, 1, 2, 4, (0, 1, 2), head_k_dim=8, head_v_dim=8)
@@ -194,3 +194,32 @@ def test_there_are_no_others_for_few_cores_or_in_a_process_that_knows_its_gpu(mo
     monkeypatch.setattr(module.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert module.compile_aside(make) == []
+
+
+def _decode(state: torch.Tensor, dtype: torch.dtype = torch.float32) -> ModelCall:
+    HK, HV, K, V = 2, 4, 16, 8
+    sizes = ((HK, K), (HK, K), (HV, V), (HV,), (HV,))
+    tokens = tuple(torch.empty(3, 1, *size, dtype=dtype, device="meta") for size in sizes)
+    slots = torch.empty(3, dtype=torch.int32, device="meta")
+    return ModelCall("a call", "decode", lambda: (tokens, {"state": state, "slots": slots}))
+
+
+def _pool(*order: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[P, HV, V, K], whose dimensions lie in memory in this order."""
+    sizes = (9, 4, 8, 16)
+    made = torch.empty([sizes[i] for i in order], dtype=dtype, device="meta")
+    return made.permute([order.index(i) for i in range(4)])
+
+
+def test_calls_that_can_be_made_are_not_refused():
+    strided = torch.empty(9, 3, 4, 8, 16, device="meta")[:, 1]
+    assert module.refused([_decode(_pool(0, 1, 2, 3)), _decode(strided)], CPU) is None
+
+
+def test_a_call_that_the_contract_or_every_backend_refuses_is_a_reason_and_no_error():
+    good, turned = _decode(_pool(0, 1, 2, 3)), _decode(_pool(0, 1, 3, 2))
+    reason = module.refused([good, turned], CPU)
+    assert reason.startswith("decode: state: expected contiguous last three dimensions, got")
+    reason = module.refused([good], torch.device("xpu"))
+    assert reason.startswith("decode: ")
+    assert "cpu runs on cpu, not on xpu" in reason

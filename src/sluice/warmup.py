@@ -13,6 +13,7 @@ import torch
 from sluice import dispatch
 from sluice.contract import arguments
 from sluice.contract.chunk_length import CHUNK
+from sluice.contract.errors import SluiceError
 from sluice.contract.names import StateLayout
 from sluice.layers.qwen import QwenShape, named
 from sluice.model_calls import Kinds, ModelCall, ModelCalls
@@ -113,6 +114,19 @@ def run(
         (form.name, dispatch.explain(spec).chosen or "-")
         for form, spec in zip(todo, specs, strict=True)
     ]
+
+
+def refused(todo: list[ModelCall], device: torch.device) -> str | None:
+    """Why one of these calls cannot be made on a device, in words; None if all can."""
+    for form in todo:
+        try:
+            spec = form.spec(device)
+        except SluiceError as error:
+            return str(error)
+        found = dispatch.explain(spec)
+        if found.chosen is None:
+            return f"{form.op}: " + "; ".join(f"{name} {reason}" for name, reason in found.refusals)
+    return None
 
 
 def compile_aside(make: Callable[[], tuple[list[ModelCall], torch.device]]) -> list[BaseProcess]:

@@ -30,7 +30,9 @@ from sglang.srt.arg_groups import mamba_hook
 from torch import Tensor
 
 from sluice.backends import triton
+from sluice.backends.cpu.kernel import Kernel
 from tests import interpreter
+from tests.engines.sglang_log import ASKED, READY
 
 
 def norm(x: Tensor, z: Tensor, weight: Tensor, bias: None, activation: str, **more: Any) -> Tensor:
@@ -50,6 +52,16 @@ def nothing() -> None:
     """``torch.cuda.synchronize`` without a GPU."""
 
 
+load = Kernel._load_or_compile
+
+
+def told(kernel: Kernel) -> int:
+    """``Kernel._load_or_compile``, in whichever process: compiled, or taken from the disk."""
+    sys.stderr.write(f"{READY} {kernel.name}\n")
+    return load(kernel)
+
+
+Kernel._load_or_compile = told
 interpreter.hasten()
 torch.cuda.synchronize = nothing
 Tensor.pin_memory = pageable
@@ -85,7 +97,9 @@ def main(file: Path) -> None:
     engine = sglang.Engine(model_path=asked["folder"], **OPTIONS | asked["options"])
     params = {"temperature": 0, "max_new_tokens": asked["new"], "ignore_eos": True}
     rounds = []
-    for prompts in asked["rounds"]:
+    for i, prompts in enumerate(asked["rounds"]):
+        sys.stderr.write(f"{ASKED} {i}\n")
+        sys.stderr.flush()
         outs = engine.generate(input_ids=prompts, sampling_params=params)
         rounds.append([{"tokens": o["output_ids"], **o["meta_info"]} for o in outs])
     file.write_text(json.dumps(rounds))

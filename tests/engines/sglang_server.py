@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,8 +18,12 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, 
 from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
 from sglang.srt.layers.attention.linear.utils import resolve_linear_attn_backends
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.unified_memory_pool import (
+    UnifiedHybridReqToTokenPool,
+    init_unified_mamba_pools,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_memory, get_parallel
 from sglang.test.kits.attention_unittest.attention_methods import gdn_attention as kit
 
 from sluice.integrations import sglang
@@ -47,6 +52,7 @@ class Server:
         layers: tuple[int, ...] = (0,),
         drafts: Drafts | None = None,
         W: int = 2,  # the kit's pools are for convolutions of width 2
+        unified: bool = False,
         **flags: str | None,
     ) -> None:
         self.random = torch.Generator().manual_seed(0)
@@ -72,11 +78,15 @@ class Server:
             head_v_dim=V,
             runner_batch_size=2 * requests,
         )
-        if drafts:
-            self.runner.req_to_token_pool = self._pool(layers, drafts, W)
         given = {"linear_attn_decode_backend": "sluice", "linear_attn_prefill_backend": "sluice"}
-        self.flags = get_exec().mamba.override(**given | flags)
-        self.flags.__enter__()
+        self.flags = contextlib.ExitStack()
+        self.flags.enter_context(get_exec().mamba.override(**given | flags))
+        if unified:
+            alike = dict.fromkeys(("enable_unified_memory", "enable_page_major_kv_layout"), True)
+            self.flags.enter_context(get_memory().override(**alike))
+            self.runner.req_to_token_pool = self._unified_pool(layers, drafts, W)
+        elif drafts:
+            self.runner.req_to_token_pool = self._pool(layers, drafts, W)
         self.runner.linear_attn_backends = resolve_linear_attn_backends()
         self.backend = sglang._around(lambda runner, full: _build(runner), self.runner, None)
         self.layers = [self._layer(i, W) for i in layers]
@@ -87,10 +97,10 @@ class Server:
 
     def close(self) -> None:
         """Give SGLang its settings back."""
-        self.flags.__exit__(None, None, None)
+        self.flags.close()
         self.runner._server_args_override.restore()
 
-    def _pool(self, layers: tuple[int, ...], drafts: Drafts, W: int) -> HybridReqToTokenPool:
+    def _states(self, layers: tuple[int, ...], dtype: torch.dtype, W: int) -> Mamba2CacheParams:
         shape = Mamba2StateShape.create(
             tp_world_size=1,
             intermediate_size=HV * V,
@@ -100,7 +110,42 @@ class Server:
             state_size=K,
             conv_kernel=W,
         )
-        kinds = Mamba2StateDType(conv=self.dtype, temporal=drafts.state_dtype)
+        kinds = Mamba2StateDType(conv=self.dtype, temporal=dtype)
+        return Mamba2CacheParams(shape=shape, layers=list(layers), dtype=kinds)
+
+    def _unified_pool(
+        self, layers: tuple[int, ...], drafts: Drafts | None, W: int
+    ) -> UnifiedHybridReqToTokenPool:
+        """One buffer for the states of these layers and an attention layer's keys and values."""
+        with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+            return init_unified_mamba_pools(
+                device="cpu",
+                kv_cache_dtype=self.dtype,
+                head_num=2,
+                head_dim=16,
+                v_head_dim=16,
+                page_size=1,
+                start_layer=0,
+                end_layer=1,
+                is_draft_worker=False,
+                use_mla_backend=False,
+                mamba_layer_ids=list(layers),
+                full_attention_layer_ids=[max(layers) + 1],
+                mamba2_cache_params=self._states(layers, torch.float32, W),
+                model_context_len=256,
+                extra_max_context_len=0,
+                max_total_num_tokens=512,
+                max_mamba_cache_size=8,
+                max_num_reqs=2 * self.requests,
+                enable_memory_saver=False,
+                enable_mamba_extra_buffer=False,
+                enable_mamba_extra_buffer_lazy=False,
+                speculative_num_draft_tokens=drafts.T if drafts else None,
+                disable_overlap_schedule=True,
+                need_sort=False,
+            ).req_to_token_pool
+
+    def _pool(self, layers: tuple[int, ...], drafts: Drafts, W: int) -> HybridReqToTokenPool:
         return HybridReqToTokenPool(
             size=2 * self.requests,
             mamba_size=drafts.slots,
@@ -108,7 +153,7 @@ class Server:
             max_context_len=256,
             device="cpu",
             enable_memory_saver=False,
-            cache_params=Mamba2CacheParams(shape=shape, layers=list(layers), dtype=kinds),
+            cache_params=self._states(layers, drafts.state_dtype, W),
             mamba_layer_ids=list(layers),
             enable_mamba_extra_buffer=False,
             speculative_num_draft_tokens=drafts.T,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines import tiny
+from tests.engines.sglang_log import ASKED, READY
 from tests.engines.tiny import NEW_TOKENS, known_answers
 
 ENVIRONMENT = {
@@ -80,8 +81,28 @@ def test_drafts_of_the_models_own_layer(truth, monkeypatch):
     assert NEW_TOKENS / 4 * len(found) < steps < (NEW_TOKENS - 1) * len(found)
 
 
-def _run(monkeypatch, folder: str, kinds: str, rounds: list, **options) -> list[list[dict]]:
-    """What the engine answers to each round of prompts, and what it says of each answer."""
+def test_unified_memory(truth, monkeypatch):
+    """One buffer for keys, values and the states of all layers, with the radix cache."""
+    options = {"enable_unified_memory": True, "attention_backend": "triton"}
+    options |= {"chunked_prefill_size": 128}
+    (found,) = _run(
+        monkeypatch,
+        truth.folder,
+        "decode and extend",
+        [truth.prompts[:24]],
+        said="UNIFIED MEMORY POOL ENABLED -- path=Mamba hybrid",
+        **options,
+    )
+    assert [answer["tokens"] for answer in found] == truth.tokens[:24]
+
+
+def _run(
+    monkeypatch, folder: str, kinds: str, rounds: list, said: str = "", **options
+) -> list[list[dict]]:
+    """What the engine answers to each round of prompts, and what it says of each answer.
+
+    Its log says what is served, and ``said``. No request compiles a kernel (reliability row 10).
+    """
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     file = Path(folder) / "asked.json"
@@ -90,5 +111,12 @@ def _run(monkeypatch, folder: str, kinds: str, rounds: list, **options) -> list[
     command = [sys.executable, "-m", "tests.engines.sglang_engine", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"sluice: serves {kinds} of gated delta layers" in done.stderr + done.stdout
+    log = done.stderr + done.stdout
+    assert f"sluice: serves {kinds} of gated delta layers" in log
+    assert said in log
+    assert "SGLang's own kernels serve" not in log
+    start, *requests = done.stderr.split(ASKED)
+    assert f"{READY} prefill" in start
+    assert len(requests) == len(rounds)
+    assert READY not in "".join(requests), "a request has waited for a compiler"
     return json.loads(file.read_text())

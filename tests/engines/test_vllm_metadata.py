@@ -6,92 +6,29 @@ a fixed size, with rows and tokens that fill a batch up. The judge is each seque
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from sluice.integrations.vllm import private
 from sluice.integrations.vllm.switch import MAX_DRAFTS
 from sluice.testing.compare import assert_within
-from tests.engines.vllm_engine import NGRAM
+from tests.engines.vllm_batches import Batches, Row, engine_config
 from tests.integrations.vllm_layer import PAGES, TOLERANCE, Engine, cat, part
 
 
-class Row(NamedTuple):
-    """A sequence's part of a batch: tokens, of which the last may be wrong drafts."""
-
-    name: str
-    tokens: int
-    wrong: int = 0
-    drafts: int = -1  # how many of them vLLM calls drafts; -1 in a prompt
-
-
-class Server:
-    """Sequences of one layer, scheduled by hand; pages that were never written hold NaN."""
+class Server(Batches):
+    """Sequences of one layer; pages that were never written hold NaN."""
 
     def __init__(self, folder: str, drafts: int) -> None:
-        more = {"speculative_config": {**NGRAM, "num_speculative_tokens": drafts}} if drafts else {}
-        config = EngineArgs(
-            model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=256, **more
-        ).create_engine_config()
-        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        config.compilation_config.max_cudagraph_capture_size = 64
-        spec = MambaSpec(
-            block_size=256,
-            shapes=((1,),),
-            dtypes=(torch.float32,),
-            num_speculative_blocks=drafts,
-        )
-        self.builder = GDNAttentionMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
-        self.layer, self.drafts = Engine(drafts=drafts), drafts
-        self.inputs, self.wanted, self.slots = {}, {}, {}
-        self.done: dict[str, int] = {}
-        self.accepted: dict[str, int] = {}
+        super().__init__(engine_config(folder, drafts), drafts)
+        self.layer = Engine(drafts=drafts)
+        self.inputs, self.wanted = {}, {}
 
     def add(self, name: str, length: int) -> None:
-        used = 1 + len(self.slots) * (self.drafts + 1)
-        self.slots[name] = [used + i for i in range(self.drafts + 1)]
+        self.begin(name)
         self.inputs[name] = self.layer.inputs(length)
         self.wanted[name] = self.layer.alone(*self.inputs[name])
-        self.done[name], self.accepted[name] = 0, 1
-
-    def metadata(self, rows: list[Row], padded_rows: int = 0, padded_tokens: int = 0):
-        n = len(rows) + padded_rows
-        lengths = [row.tokens for row in rows] + [0] * padded_rows
-        borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        ends = [self.done[row.name] + row.tokens for row in rows] + [0] * padded_rows
-        table = torch.zeros(n, 8, dtype=torch.int32)
-        for i, row in enumerate(rows):
-            table[i, : self.drafts + 1] = torch.tensor(self.slots[row.name])
-        common = CommonAttentionMetadata(
-            query_start_loc=borders,
-            query_start_loc_cpu=borders,
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
-            seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
-            max_seq_len=max(ends),
-            num_reqs=n,
-            num_actual_tokens=sum(lengths) + padded_tokens,
-            max_query_len=max(lengths),
-            block_table_tensor=table,
-            slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64),
-            is_prefilling=torch.tensor([row.drafts < 0 for row in rows] + [False] * padded_rows),
-        )
-        if not self.drafts:
-            return self.builder.build(0, common)
-        drafts = [row.drafts for row in rows] + [-1] * padded_rows
-        accepted = [self.accepted[row.name] for row in rows] + [1] * padded_rows
-        return self.builder.build(
-            0,
-            common,
-            num_accepted_tokens=torch.tensor(accepted, dtype=torch.int32),
-            num_decode_draft_tokens_cpu=torch.tensor(drafts, dtype=torch.int32),
-        )
 
     def step(self, rows: list[Row], padded_rows: int = 0, padded_tokens: int = 0):
         """Run a batch and compare what is right of it. Returns vLLM's metadata."""
@@ -109,8 +46,7 @@ class Server:
             expected = self.wanted[row.name][at : at + right]
             assert_within(found[begin : begin + right], expected, TOLERANCE, name=row.name)
             begin += row.tokens
-            self.done[row.name] += right
-            self.accepted[row.name] = right if row.drafts >= 0 else 1
+            self.end(row)
         assert not found[begin:].any()
         used = {slot for slots in self.slots.values() for slot in slots}
         assert self.layer.page[[i for i in range(PAGES) if i not in used]].isnan().all()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
+import torch
 import triton
 
 import sluice
@@ -16,6 +18,13 @@ from sluice.model_calls import Kinds, ModelCalls
 from tests.gpu.cross import gpu_like, specs_of
 
 NARROW, WIDE, SPLIT = (0, 64), (0, 128), (1216, 128)
+
+
+def packed(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> Any:
+    """A packed call of N sequences of equal length."""
+    model = ModelCalls(QwenShape("", 64, HV // 2, HV, 4, (0,)))
+    made = model.call("prefill", "", N, tokens, True).spec(torch.device("cuda", 0))
+    return replace(made, batch_invariant=batch_invariant)
 
 
 def spec(

@@ -195,6 +195,33 @@ def test_conv_qkv_has_the_same_bits_with_whole_chunks_apart_or_not(monkeypatch, 
         compare.assert_same_bits(found[0][-1][N + 1], at_32, "the window after 32 tokens")
 
 
+@pytest.mark.parametrize("beside", [(), (1,), (37, 20)], ids=str)
+def test_conv_qkv_of_one_token_has_the_same_bits_dense_and_beside_prompts(beside):
+    """An engine makes a decode step alone, and beside chunks of prompts."""
+    HK, HV, K, lengths = 2, 4, SIZE.get("K", 32), (1, 1, *beside)
+    D, T = (2 * HK + HV) * K, sum(lengths)
+    gen = torch.Generator().manual_seed(T)
+    x, weight, a, b, pool = (
+        torch.randn(*shape, generator=gen).to(DEVICE, HALF)
+        for shape in ((T, D), (D, 4), (T, HV), (T, HV), (len(lengths), D, 3))
+    )
+    rates = {name: torch.zeros(HV, device=DEVICE) for name in ("A_log", "dt_bias")}
+    heads = {"num_k_heads": HK, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": K}
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packed = {"cu_seqlens": bounds.to(DEVICE), "slots": torch.arange(len(lengths), device=DEVICE)}
+    dense = {"slots": torch.arange(2, device=DEVICE)}
+    found = []
+    for n, rows in ((T, packed), (2, dense)):
+        state = pool.clone()
+        one = [y[:n].unsqueeze(1) if rows is dense else y for y in (x, a, b)]
+        options = {**rates, **heads, **rows, "state": state, "backend": "triton"}
+        outputs = sluice.conv_qkv(one[0], weight, a=one[1], b=one[2], **options)
+        flat = (y.flatten(0, 1) if rows is dense else y for y in outputs)
+        found.append((*(y[:2].contiguous() for y in flat), state[:2]))
+    for name, both, alone in zip(("q", "k", "v", "g", "beta", "state"), *found, strict=True):
+        compare.assert_same_bits(alone, both, name)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="nothing is interpreted")
 @pytest.mark.parametrize("name", ["decode/K33_V17", "prefill/packed_tail", "verify/one_token"])
 def test_the_interpreter_is_faster_and_leaves_the_same_bits(name):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
-import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
@@ -14,10 +10,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from sluice.backends.hopper import prefill
 from sluice.backends.triton import interpreted
-from sluice.layers import QwenShape
-from sluice.model_calls import ModelCalls
 from tests.gpu.cross import compile_for, resources, sass
-from tests.gpu.gluon_kernels import KERNELS, SPILLS, hurried, kernel_call
+from tests.gpu.gluon_kernels import KERNELS, SPILLS, hurried, kernel_call, packed
 
 C = 64
 
@@ -67,13 +61,6 @@ def test_an_arrival_in_front_of_the_barrier_is_found():
     for meeting in ("bar.sync 3, 128;", "barrier.sync 1;", "bar.warp.sync -1;"):
         assert hurried("\n".join((store, meeting, arrive))) == []
         assert hurried("\n".join((meeting, store, arrive))) == [arrive]
-
-
-def packed(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> Any:
-    """A packed call of N sequences of equal length."""
-    model = ModelCalls(QwenShape("", 64, HV // 2, HV, 4, (0,)))
-    made = model.call("prefill", "", N, tokens, True).spec(torch.device("cuda", 0))
-    return replace(made, batch_invariant=batch_invariant)
 
 
 @pytest.mark.parametrize("HV", [4, 8, 32, 64])

@@ -21,9 +21,8 @@ from sluice.backends.triton import prefill as portable
 from sluice.testing import cases, compare
 from tests.gpu.cross import bound, compile_for, gpu_like
 from tests.gpu.emulator.driver import emulated
-from tests.gpu.gluon_kernels import spec
+from tests.gpu.gluon_kernels import packed, spec
 from tests.gpu.passes import specs as pass_specs
-from tests.gpu.test_hopper import packed
 from tests.gpu.test_items import BATCH, MANY, RAGGED, emulates
 
 ONE = {"K": 128, "V": 128}

@@ -18,14 +18,13 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from sluice import calls
 from sluice.backends import hopper
 from sluice.backends import triton as portable
 from sluice.backends.triton import variants
-from sluice.calls import Checked
 from sluice.layers import QwenShape
 from sluice.model_calls import Kinds, ModelCalls
 from tests.gpu.cross import bound, gpu_like
+from tests.gpu.needed import checked, compiled_for, nearest, needed, serves
 from tests.gpu.sizes import Sliced, every_size, kept_states, run_layer
 
 pytestmark = pytest.mark.skipif(portable.interpreted(), reason="kernels have no signature there")
@@ -46,39 +45,12 @@ def package(request) -> Iterator[Any]:
         yield {"hopper": hopper, "triton": portable}[request.param]
 
 
-def serves(package: Any, spec: Any) -> Any:
-    """The backend that has the operator: all but prefill is Triton's."""
-    if spec.op not in package.OPS:
-        return portable
-    assert package.refuse(spec) is None, spec
-    return package
-
-
-def needed(package: Any, checked: Checked, device: torch.device) -> set[variants.Variant]:
-    """What a call has to be compiled for; its tensors may begin anywhere."""
-    spec, tensors = checked
-    spec = spec.on(device)
-    launches = bound(spec, serves(package, spec))
-    begins = [0 if x is None else x.storage_offset() * x.element_size() for x in tensors]
-    misplaced = frozenset(spec.TENSORS[i] for i in launches._checked if begins[i] % 16)
-    return {variants.variant(call, misplaced) for call in launches.calls}
-
-
-def checked(function: Any) -> list[Checked]:
-    with calls.check_only() as found:
-        function()
-    return found
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}_{heads[1]}")
 @pytest.mark.parametrize("package", ["hopper", "triton"], indirect=True)
 def test_row_10_a_call_of_any_size_needs_no_kernel_that_warmup_has_not_compiled(package, heads):
     shape, device = QwenShape("a model", 64, *heads, 4, (0, 1, 2)), torch.device("cuda", 0)
-    warm: set[variants.Variant] = set()
-    for form in warmup.forms(shape, 1, device, Kinds()):
-        spec = form.spec(device)
-        by = serves(package, spec)
-        warm |= {variants.variant(c) for c, _ in portable.kernel_calls(by.__name__, by.OPS, [spec])}
+    forms = warmup.forms(shape, 1, device, Kinds())
+    warm = compiled_for(package, (form.spec(device) for form in forms))
     missing: dict[variants.Variant, str] = {}
     sliced = 0
     for model in (ModelCalls(shape), Sliced(shape)):
@@ -101,12 +73,7 @@ def test_row_10_nor_does_a_call_with_checkpoints(package):
     warm: dict[bool, set[variants.Variant]] = {}
     for kept in (False, True):
         specs = [f.spec(device) for f in warmup.forms(shape, 1, device, Kinds(), checkpoints=kept)]
-        warm[kept] = {
-            variants.variant(c)
-            for spec in specs
-            for by in [serves(package, spec)]
-            for c, _ in portable.kernel_calls(by.__name__, by.OPS, [spec])
-        }
+        warm[kept] = compiled_for(package, specs)
     missing = {kept: set[variants.Variant]() for kept in warm}
     for model in (ModelCalls(shape), Sliced(shape)):
         for call in kept_states(model):
@@ -116,22 +83,6 @@ def test_row_10_nor_does_a_call_with_checkpoints(package):
                     missing[kept].add(variant)
     assert missing[False]
     assert not missing[True], [nearest(v, warm[True]) for v in missing[True]]
-
-
-def nearest(variant: variants.Variant, warm: set[variants.Variant]) -> object:
-    """How a variant differs from the one most like it."""
-    alike = [other for other in warm if other.kernel == variant.kernel]
-    differences = [
-        [
-            (a, b)
-            for a, b in zip(
-                variant.parameters + variant.options, other.parameters + other.options, strict=False
-            )
-            if a != b
-        ]
-        for other in alike
-    ]
-    return variant.kernel.name, min(differences, key=len, default="not warm at all")
 
 
 @pytest.mark.parametrize("package", ["hopper", "triton"], indirect=True)

@@ -6,68 +6,25 @@ The judge is the same layer over each sequence alone, from its first token, with
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.integrations.vllm_layer import PAGES, TOLERANCE, Engine, cat, part
+from tests.integrations.vllm_layer import (
+    PAGES,
+    TOLERANCE,
+    Engine,
+    cat,
+    decode_batch,
+    draft_batch,
+    part,
+    prompt_batch,
+)
 
 from sluice.integrations import engine_calls
 from sluice.integrations.vllm import batch, private, warm
 from sluice.testing.compare import assert_within
-
-
-def _metadata(**given) -> SimpleNamespace:
-    """Nothing but what is given, as vLLM's dataclass has it."""
-    fields = dict.fromkeys(
-        (
-            "has_initial_state", "spec_query_start_loc", "non_spec_query_start_loc",
-            "spec_state_indices_tensor", "non_spec_state_indices_tensor", "spec_sequence_masks",
-            "spec_token_indx", "non_spec_token_indx", "num_accepted_tokens", "checkpoint",
-        )
-    )  # fmt: skip
-    counts = dict.fromkeys(("num_prefills", "num_decodes", "num_decode_tokens"), 0)
-    return SimpleNamespace(**{**fields, **counts, "num_spec_decodes": 0, **given})
-
-
-def _prompts(slots, lengths, known, decodes: int = 0, **more) -> SimpleNamespace:
-    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
-    return _metadata(
-        num_prefills=len(slots) - decodes,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        num_actual_tokens=int(borders[-1]),
-        non_spec_query_start_loc=borders,
-        non_spec_state_indices_tensor=torch.tensor(slots, dtype=torch.int32),
-        has_initial_state=torch.tensor(known),
-        **more,
-    )
-
-
-def _decodes(slots) -> SimpleNamespace:
-    n = len(slots)
-    return _metadata(
-        num_decodes=n,
-        num_decode_tokens=n,
-        num_actual_tokens=n,
-        non_spec_query_start_loc=torch.arange(n + 1, dtype=torch.int32),
-        non_spec_state_indices_tensor=torch.tensor(slots, dtype=torch.int32),
-    )
-
-
-def _drafts(slots, lengths, accepted, **more) -> SimpleNamespace:
-    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
-    return _metadata(
-        **{
-            "num_spec_decodes": len(slots),
-            "num_actual_tokens": int(borders[-1]),
-            "spec_query_start_loc": borders,
-            "spec_state_indices_tensor": torch.tensor(slots, dtype=torch.int32),
-            "spec_sequence_masks": torch.ones(len(slots), dtype=torch.bool),
-            "num_accepted_tokens": torch.tensor(accepted, dtype=torch.int32),
-            **more,
-        }
-    )
 
 
 @pytest.mark.parametrize("order", ["split", "interleaved"])
@@ -77,19 +34,19 @@ def test_chunks_decode_and_padding_continue_a_prompt(order, dim_first):
     one, two = e.inputs(30), e.inputs(90)
     want = [e.alone(*x) for x in (one, two)]
     got = e.run(
-        _prompts([3, 5], [20, 70], [False, False]), *cat(part(one, 0, 20), part(two, 0, 70))
+        prompt_batch([3, 5], [20, 70], [False, False]), *cat(part(one, 0, 20), part(two, 0, 70))
     )
     assert_within(got, torch.cat([want[0][:20], want[1][:70]]), TOLERANCE, name="first chunks")
     # a decode step beside the next chunk of a prompt
     got = e.run(
-        _prompts([3, 5], [1, 15], [True, True], decodes=1),
+        prompt_batch([3, 5], [1, 15], [True, True], decodes=1),
         *cat(part(one, 20, 21), part(two, 70, 85)),
     )
     assert_within(got, torch.cat([want[0][20:21], want[1][70:85]]), TOLERANCE, name="mixed")
     # a captured graph's decode step: the last two rows are padding, whatever they hold
     rows = cat(part(two, 85, 86), part(one, 21, 22), e.inputs(2))
     rows[0][2:] = float("nan")
-    got = e.run(_decodes([5, 3, 0, 0]), *rows)
+    got = e.run(decode_batch([5, 3, 0, 0]), *rows)
     assert_within(got[:2], torch.cat([want[1][85:86], want[0][21:22]]), TOLERANCE, name="decode")
     assert not got[2:].any()
     untouched = [i for i in range(PAGES) if i not in (3, 5)]
@@ -98,7 +55,7 @@ def test_chunks_decode_and_padding_continue_a_prompt(order, dim_first):
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_every_layer_finds_what_the_first_one_read(prompts):
-    metadata = _prompts([3], [5], [False]) if prompts else _decodes([3, 4])
+    metadata = prompt_batch([3], [5], [False]) if prompts else decode_batch([3, 4])
     assert batch.kept(metadata) is None
     read = batch.read(metadata)
     assert private.unknown_fields(metadata) == []  # or vLLM's own kernels would serve the rest
@@ -106,7 +63,7 @@ def test_every_layer_finds_what_the_first_one_read(prompts):
 
 
 def test_metadata_with_other_slots_are_read_anew():
-    metadata = _decodes([3, 4])
+    metadata = decode_batch([3, 4])
     batch.read(metadata)
     other = copy.copy(metadata)
     other.non_spec_state_indices_tensor = torch.tensor([5, 6], dtype=torch.int32)
@@ -124,7 +81,7 @@ def test_drafts_continue_from_the_accepted_token(order):
     truth = [e.inputs(n + 30) for n in prompts]
     want = [e.alone(*x) for x in truth]
     first = cat(*(part(x, 0, n) for x, n in zip(truth, prompts, strict=True)))
-    got = e.run(_prompts([s[0] for s in slots], prompts, [False] * 3), *first)
+    got = e.run(prompt_batch([s[0] for s in slots], prompts, [False] * 3), *first)
     expected = torch.cat([w[:n] for w, n in zip(want, prompts, strict=True)])
     assert_within(got, expected, TOLERANCE, name="prompts")
     at, kept = list(prompts), [1, 1, 1]
@@ -139,7 +96,7 @@ def test_drafts_continue_from_the_accepted_token(order):
         parts = []
         for x, p, n, good in zip(truth, at, lengths, right, strict=True):
             parts += [part(x, p, p + good), e.inputs(n - good)]  # then wrong ones
-        got = e.run(_drafts(slots, lengths, kept), *cat(*parts))
+        got = e.run(draft_batch(slots, lengths, kept), *cat(*parts))
         begin = 0
         for i, (n, good) in enumerate(zip(lengths, right, strict=True)):
             expected = want[i][at[i] : at[i] + good]
@@ -154,9 +111,9 @@ def test_drafts_beside_a_prompt_and_padding():
     e = Engine(drafts=2)
     old, new = e.inputs(30), e.inputs(12)
     want = [e.alone(*x) for x in (old, new)]
-    e.run(_prompts([5], [20], [False]), *part(old, 0, 20))
+    e.run(prompt_batch([5], [20], [False]), *part(old, 0, 20))
     # tokens of the batch: the prompt's 12, then the drafts' 3
-    metadata = _drafts(
+    metadata = draft_batch(
         [[5, 6, 7]],
         [3],
         [1],
@@ -171,13 +128,13 @@ def test_drafts_beside_a_prompt_and_padding():
     got = e.run(metadata, *cat(new, part(old, 20, 23)))
     assert_within(got, torch.cat([want[1], want[0][20:23]]), TOLERANCE, name="both")
     # a captured graph: one real row, one padded, and token places behind the last border
-    metadata = _drafts([[5, 6, 7], [0, 0, 0]], [3, 0], [3, 1], num_actual_tokens=6)
+    metadata = draft_batch([[5, 6, 7], [0, 0, 0]], [3, 0], [3, 1], num_actual_tokens=6)
     got = e.run(metadata, *cat(part(old, 23, 26), e.inputs(3)))
     assert_within(got[:3], want[0][23:26], TOLERANCE, name="padded")
     assert not got[3:].any()
     assert e.page[0].isnan().all()
     # a padded row that has tokens, and stale slots behind its first one
-    metadata = _drafts([[5, 6, 7], [0, 10, 11]], [3, 3], [3, 2], num_actual_tokens=6)
+    metadata = draft_batch([[5, 6, 7], [0, 10, 11]], [3, 3], [3, 2], num_actual_tokens=6)
     got = e.run(metadata, *cat(part(old, 26, 29), e.inputs(3)))
     assert_within(got[:3], want[0][26:29], TOLERANCE, name="beside stale slots")
     assert not got[3:].any()
@@ -192,11 +149,12 @@ def test_a_checkpoint_is_the_state_of_a_prompt_cut_there():
         checkpoint_offsets=torch.tensor([0, 37], dtype=torch.int32),
     )
     other = e.inputs(1)
-    e.run(_prompts([6], [4], [False]), *e.inputs(4))
+    e.run(prompt_batch([6], [4], [False]), *e.inputs(4))
     e.run(
-        _prompts([6, 8], [1, 50], [True, False], decodes=1, checkpoint=checkpoint), *cat(other, x)
+        prompt_batch([6, 8], [1, 50], [True, False], decodes=1, checkpoint=checkpoint),
+        *cat(other, x),
     )
-    whole.run(_prompts([8], [37], [False]), *part(x, 0, 37))
+    whole.run(prompt_batch([8], [37], [False]), *part(x, 0, 37))
     for name in ("conv_state", "state"):
         kept, cut = getattr(e.layer, name)[12], getattr(whole.layer, name)[8]
         assert_within(kept, cut, TOLERANCE, name=name)
@@ -219,25 +177,9 @@ def test_the_plan_has_every_number_of_states_and_prompts_that_keep_some(kept):
     plan = warm.plan(e.layer, torch.float32, 3, kept, False)
     few = {max(1, states // e.layer.shape.num_v_heads) for states in warm.STATES}
     sizes = {call.make()[0][0].shape[0] for call in plan if call.op == "decode"}
-    assert sizes == few | {4 * n for n in few}  # one token beside prompts, and one with 3 drafts
-    for op in ("prefill", "conv_qkv"):
+    # one token beside prompts, and steps with drafts, with fewer and with none
+    assert sizes == {T * n for T in (1, 3, 4) for n in few}
+    for drafts, op in itertools.product((0, 3), ("prefill", "conv_qkv")):
+        plan = warm.plan(Engine(drafts=drafts).layer, torch.float32, drafts, kept, False)
         given = [call.make()[1].get("checkpoints") is not None for call in plan if call.op == op]
         assert set(given) == {False, kept}
-
-
-def test_a_prompts_bits_do_not_depend_on_the_batch_in_batch_invariant_mode():
-    e, alone = Engine(), Engine()
-    x, others = e.inputs(100), [e.inputs(n) for n in (70, 1, 33)]
-    for engine in (e, alone):
-        engine.layer = engine.layer._replace(batch_invariant=True)
-    got = e.run(
-        _prompts([9, 2, 4, 6], [70, 100, 1, 33], [False] * 4), *cat(others[0], x, *others[1:])
-    )
-    want = alone.run(_prompts([2], [100], [False]), *x)
-    assert torch.equal(got[70:170], want)
-    assert torch.equal(e.layer.state[2], alone.layer.state[2])
-    assert torch.equal(e.layer.conv_state[2], alone.layer.conv_state[2])
-    plan = warm.plan(e.layer, torch.float32, 0, True, False)
-    modes = [call.make()[1]["batch_invariant"] for call in plan if call.op == "prefill"]
-    assert modes
-    assert all(modes)

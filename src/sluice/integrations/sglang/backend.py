@@ -12,6 +12,9 @@ from sluice import ops
 from sluice.contract.errors import SluiceError
 from sluice.integrations import engine_calls
 from sluice.integrations.sglang import NAME, drafts, private, serve
+from sluice.model_calls import ModelCall
+from sluice.ops import Checkpoints
+from sluice.warmup import refused
 
 _Base: Any = private.base()
 _compiled: set[Any] = set()
@@ -21,32 +24,36 @@ class SluiceGDNAttnBackend(_Base):
     """Decode, extend and draft tokens by sluice; what it does not serve, by SGLang's own kernels.
 
     Those are: trees of drafts and the like (``private.refuses_drafts``), multi-item scoring,
-    ReplaySSM, and recurrent states whose last three dimensions are not contiguous. All of them use
-    the same pools. Who serves draft tokens is decided once, since their commit has to fit.
+    ReplaySSM, and pools or shapes that an operator refuses. All of them use the same pools. Who
+    serves draft tokens is decided once, since their commit has to fit.
     """
 
     def __init__(self, model_runner: Any) -> None:
         self.sluice_decode, self.sluice_prefill, self.sluice_verify = private.asked(NAME)
         self.sluice_drafts: drafts.Drafts | str | None = None
+        self.sluice_reasons: dict[Any, str | None] = {}
+        self.sluice_tracked: tuple[Any, Any, Checkpoints] | None = None
         with private.triton_instead(model_runner, self.sluice_decode, self.sluice_prefill):
             super().__init__(model_runner)
         self.sluice_pad = private.pad_slot(model_runner.req_to_token_pool)
         self.sluice_invariant = private.deterministic()
+        for layer in private.layers(model_runner):
+            self._sluice_warm_ahead(layer)
 
     def forward_decode(
         self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
     ) -> Any:
         """One token for each request. ``mixed_qkv`` may be the pair (qkvz, ba)."""
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        reason = self._sluice_refuses(cache) if self.sluice_decode else ""
+        found, slots = self._sluice_layer(layer, cache), self.forward_metadata.mamba_cache_indices
+        x = mixed_qkv[0] if isinstance(mixed_qkv, tuple) else mixed_qkv
+        reason = self._sluice_why_not(layer, found, x, slots) if self.sluice_decode else ""
         if reason is not None:
             self._sluice_say(reason, "decode")
             return super().forward_decode(layer, forward_batch, mixed_qkv, a, b, **kwargs)
         z = None
         if isinstance(mixed_qkv, tuple):
             mixed_qkv, z, b, a = _split(layer, *mixed_qkv)
-        slots = self.forward_metadata.mamba_cache_indices
-        found = self._sluice_layer(layer, cache)
         self._sluice_warm(found, mixed_qkv, slots)
         out = serve.decode(ops, found, mixed_qkv, b, a, slots[: mixed_qkv.shape[0]])
         self._track_mamba_state_decode(
@@ -62,17 +69,17 @@ class SluiceGDNAttnBackend(_Base):
         if forward_batch.forward_mode.is_target_verify():
             return self._sluice_forward_drafts(layer, forward_batch, mixed_qkv, a, b, **kwargs)
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        reason = self._sluice_refuses(cache) if self.sluice_prefill else ""
+        found, slots = self._sluice_layer(layer, cache), self.forward_metadata.mamba_cache_indices
+        reason = self._sluice_why_not(layer, found, mixed_qkv, slots) if self.sluice_prefill else ""
         if self.sluice_prefill and getattr(self, "mis_metadata", None) is not None:
             reason = "multi-item scoring"
         if reason is not None:
             self._sluice_say(reason, "extend")
             return super().forward_extend(layer, forward_batch, mixed_qkv, a, b, **kwargs)
-        found, metadata = self._sluice_layer(layer, cache), self.forward_metadata
-        borders = metadata.query_start_loc
+        borders = self.forward_metadata.query_start_loc
         n = borders.shape[0] - 1
         prompts = serve.Prompts(
-            metadata.mamba_cache_indices[:n],
+            slots[:n],
             borders,
             forward_batch.extend_prefix_lens[:n] > 0,
             self._sluice_checkpoints(forward_batch, n),
@@ -122,25 +129,33 @@ class SluiceGDNAttnBackend(_Base):
         buffers = drafts.buffers_within(caches.intermediate_ssm, layer, dtype)
         if buffers is None:
             return "many more slots than requests"
-        reason = private.commit_with(functools.partial(drafts.commit, ops))
+        made = drafts.Drafts(buffers, caches.temporal, caches.conv[0], self.sluice_pad)
+        calls = drafts.plan(layer, made, dtype, torch.int32)
+        reason = _untaken(calls, layer.state.device)
+        reason = reason or private.commit_with(functools.partial(drafts.commit, ops))
         if reason is not None:
             return reason
-        made = drafts.Drafts(buffers, caches.temporal, caches.conv[0], self.sluice_pad)
         private.keep_drafts(caches, made)
         return made
 
     def _sluice_checkpoints(self, forward_batch: Any, n: int) -> Any:
+        """Where the prefix cache wants states; made once for all layers of a forward pass."""
         if not self.forward_metadata.has_mamba_track_mask:
             return None
+        known = self.sluice_tracked
+        if known is not None and known[0] is self.forward_metadata and known[1] is forward_batch:
+            return known[2]
         lengths = forward_batch.mamba_track_aligned_lens()
         if lengths is None:
             raise SluiceError("SGLang asks for tracked states and does not say where")
-        return serve.checkpoints(
+        made = serve.checkpoints(
             forward_batch.mamba_track_mask[:n],
             forward_batch.mamba_track_indices[:n],
             lengths[:n],
             self.sluice_pad,
         )
+        self.sluice_tracked = self.forward_metadata, forward_batch, made
+        return made
 
     def _sluice_layer(self, layer: Any, cache: Any) -> serve.Layer:
         return serve.Layer(
@@ -164,12 +179,38 @@ class SluiceGDNAttnBackend(_Base):
         inner = state.stride()[-3:] == (V * K, K, 1)
         return None if inner else "recurrent states that are not contiguous"
 
+    def _sluice_why_not(
+        self, layer: Any, found: serve.Layer, x: Tensor, slots: Tensor
+    ) -> str | None:
+        """Why SGLang serves a layer, in words; None if sluice does. Looked into once."""
+        known, key = self.sluice_reasons, (layer.layer_id, x.dtype, slots.dtype)
+        if key not in known:
+            cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+            reason, cuda = self._sluice_refuses(cache), x.device.type == "cuda"
+            if reason is None:
+                calls = serve.plan(found, x.dtype, slots.dtype, self.sluice_invariant, cuda)
+                reason = _untaken(calls, x.device)
+            known[key] = reason
+        return known[key]
+
     def _sluice_say(self, reason: str, what: str) -> None:
         if reason:
             private.warn_once(f"SGLang's own kernels serve {what} with {reason}")
 
+    def _sluice_warm_ahead(self, layer: Any) -> None:
+        """Compile what a layer of the model needs, if sluice serves it."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        found, x = self._sluice_layer(layer, cache), layer.conv_weights
+        slots = torch.empty(0, dtype=torch.int32, device=x.device)  # as SGLang's are
+        asked = self.sluice_decode or self.sluice_prefill or self.sluice_verify
+        if asked and self._sluice_why_not(layer, found, x, slots) is None:
+            self._sluice_warm(found, x, slots)
+
     def _sluice_warm(self, layer: serve.Layer, x: Tensor, slots: Tensor) -> None:
-        """Compile everything at the first call: SGLang makes one before it takes requests."""
+        """Compile everything, once for each kind of layer. ``x`` and ``slots`` tell dtypes.
+
+        A layer that was not found beforehand is compiled at its first call.
+        """
         kept = self._sluice_kept(layer, x.dtype)
         key = (layer.heads, layer.state.dtype, x.dtype, slots.dtype, layer.conv_state.stride())
         key += (isinstance(kept, str),)
@@ -200,6 +241,11 @@ class SluiceGDNAttnBackend(_Base):
         }
         *most, last = (kind for kind, served in kinds.items() if served)
         return f"{', '.join(most)} and {last}" if most else last
+
+
+def _untaken(calls: list[ModelCall], device: torch.device) -> str | None:
+    reason = refused(calls, device)
+    return None if reason is None else f"what sluice does not take ({reason})"
 
 
 def _split(layer: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,9 +11,14 @@ and SGLang's command line does not know ``sluice``.
 - ``GDNAttnBackend``: the base class. ``forward_decode`` and ``forward_extend`` are overridden.
 - ``runner.linear_attn_backends``: while the base class is built, the backends that are sluice's
   read "triton", because the base class builds kernels by name. They serve what sluice does not.
+- ``runner.model``: its modules with ``layer_id`` and ``conv_weights``, for which kernels are
+  compiled before requests. Without them the first forward pass compiles.
 - ``forward_metadata``: ``query_start_loc``, ``mamba_cache_indices``, ``has_mamba_track_mask``.
 - ``forward_batch``: ``extend_prefix_lens``, ``mamba_track_mask``, ``mamba_track_indices`` and
   ``mamba_track_aligned_lens()`` (where the prefix cache wants a state).
+- ``register_resolution_hook`` around ``handle_page_major_kv_layout``: with unified memory, SGLang
+  refuses backends that are not on its list of those whose kernels follow a pool's strides. While it
+  looks, sluice's read "triton". A release without the hook refuses sluice there.
 - ``req_to_token_pool.mamba2_layer_cache(layer)``: ``conv[0]``, ``temporal``, and ``replayssm_d``,
   which is set if ReplaySSM is on. Then SGLang's own kernels run.
 
@@ -39,6 +44,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 _WRAPPER = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 _HOME = "sglang.srt.layers.attention.linear.gdn_backend"
 _COMMIT = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
@@ -51,6 +58,8 @@ _SCATTERED = (
     "mamba_steps_to_track",
     "src_indices_raw",
 )
+_LAYOUT = "handle_page_major_kv_layout"
+_FLAGS = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend")
 _USED = 5  # older releases do not have the last one: where SGLang's own kernels keep a row
 _KEPT = "sluice_drafts"
 _log = logging.getLogger("sglang.srt.plugins.sluice")
@@ -97,6 +106,32 @@ def offer(name: str, around: Callable[..., Any]) -> None:
 
     add_linear_attn_kernel_backend_choices([name])
     HookRegistry.register(_WRAPPER, around, HookType.AROUND)
+    _offer_for_strided_pools(name)
+
+
+def _offer_for_strided_pools(name: str) -> None:
+    """Unified memory strides pools between slots, which the operators take."""
+    try:
+        hooks = importlib.import_module("sglang.srt.arg_groups.resolution_hooks")
+        declare = importlib.import_module("sglang.srt.arg_groups.overrides").declare_resolution
+        view = importlib.import_module("sglang.srt.arg_groups.model_override_base").resolving_view
+        register = hooks.register_resolution_hook(_LAYOUT)
+    except (ImportError, AttributeError, ValueError):
+        return
+
+    def look(server_args: Any, previous: Callable[[Any], None]) -> None:
+        given = {flag: getattr(view(server_args), flag, None) for flag in _FLAGS}
+        ours = [flag for flag, value in given.items() if value == name]
+        if not ours:
+            previous(server_args)
+            return
+        declare(server_args, name, **dict.fromkeys(ours, "triton"))
+        try:
+            previous(server_args)
+        finally:
+            declare(server_args, name, **dict.fromkeys(ours, name))
+
+    register(look)
 
 
 def asked(name: str) -> tuple[bool, bool, bool]:
@@ -168,6 +203,20 @@ def pad_slot(pool: Any) -> int:
 def pools(pool: Any) -> Any:
     """The states and conv windows of all layers."""
     return pool.mamba_pool.mamba_cache
+
+
+def layers(runner: Any) -> Iterator[Any]:
+    """The gated delta layers of a runner's model whose states are in its pools.
+
+    None where the model is not there yet: they are found with their first call then.
+    """
+    model = getattr(runner, "model", None)
+    known = getattr(runner.req_to_token_pool, "mamba_map", ())
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if getattr(module, "layer_id", None) in known and isinstance(
+            getattr(module, "conv_weights", None), torch.Tensor
+        ):
+            yield module
 
 
 def layer_index(pool: Any, layer_id: int) -> int:

@@ -96,12 +96,12 @@ def extend(
 def checkpoints(mask: Tensor, slots: Tensor, lengths: Tensor, pad_slot: int) -> Checkpoints:
     """Where the prefix cache keeps a state: rows of ``mask``, after ``lengths`` tokens [N].
 
-    Of rows that are not in the mask, slots and lengths hold anything.
+    Of rows that are not in the mask, slots and lengths hold anything. SGLang's are int64, or int32
+    where pools are unified: kernels get, and are compiled for, int32.
     """
-    return Checkpoints(
-        torch.where(mask, slots, pad_slot).unsqueeze(1),
-        positions=torch.where(mask, lengths, 0).unsqueeze(1),
-    )
+    kept = torch.where(mask, slots, pad_slot), torch.where(mask, lengths, 0)
+    slots, lengths = (x.to(torch.int32).unsqueeze(1) for x in kept)
+    return Checkpoints(slots, positions=lengths)
 
 
 def plan(
@@ -119,7 +119,8 @@ def plan(
         decode(ops, meta, rows(N, D), rows(N, HV), rows(N, HV), rows(N, kind=slots))
     for T in (*SHORT_PROMPTS, PROMPT, *((LONG_PROMPT,) if cuda else ())):
         for kept in (False, True):
-            some = Checkpoints(rows(2, 1, kind=slots), positions=rows(2, 1, kind=torch.int32))
+            two = rows(2, 1, kind=torch.int32)
+            some = Checkpoints(two, positions=two)
             p = Prompts(
                 rows(2, kind=slots),
                 rows(3, kind=torch.int32),

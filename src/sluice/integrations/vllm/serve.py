@@ -58,9 +58,13 @@ def run(ops: Any, layer: Layer, batch: Batch, qkvz: Tensor, ba: Any, out: Tensor
     """From the projections to what the output projection takes: out [tokens, HV, V].
 
     ``ba`` is a tensor, or the pair (b, a). Returns the kind of the batch in a word.
+
+    A decode step alone is one kernel. It rounds less in between than the kernels of a decode step
+    beside prompts, so in batch-invariant mode those serve it.
     """
     n = batch.length
-    if batch.drafts is None and batch.rows is not None and batch.rows.cu_seqlens is None:
+    decode = batch.drafts is None and batch.rows is not None and batch.rows.cu_seqlens is None
+    if decode and not layer.batch_invariant:
         _step(ops, layer, batch.rows, qkvz[:n], _first(ba, n), out[:n])
         return "decode"
     qkv, z, b, a = split(layer.shape, qkvz[:n], _first(ba, n))
@@ -85,7 +89,7 @@ def run(ops: Any, layer: Layer, batch: Batch, qkvz: Tensor, ba: Any, out: Tensor
             o[at] = part
         kind.append("drafts")
     norm(ops, layer, o, z, out[:n])
-    return " and ".join(kind)
+    return "decode" if decode else " and ".join(kind)
 
 
 def norm(ops: Any, layer: Layer, o: Tensor, z: Tensor, out: Tensor) -> None:
@@ -114,10 +118,13 @@ def split(shape: QwenShape, qkvz: Tensor, ba: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def rows(ops: Any, layer: Layer, r: Rows, qkv: Tensor, b: Tensor, a: Tensor, o: Tensor) -> None:
-    """Prompts, and sequences with one token beside them."""
+    """Prompts, and sequences with one token beside them; or these alone."""
     n = r.decodes
     where: dict[str, Any] = {"slots": r.slots, "has_state": r.has_state, "pad_slot": PAD}
-    q, k, v, g, beta = ops.conv_qkv(
+    alone = r.cu_seqlens is None
+    if alone:  # [N, 1, ..]
+        qkv, b, a = (x.unsqueeze(1) for x in (qkv, b, a))
+    tokens = ops.conv_qkv(
         qkv,
         layer.conv_weight,
         a=a,
@@ -128,9 +135,8 @@ def rows(ops: Any, layer: Layer, r: Rows, qkv: Tensor, b: Tensor, a: Tensor, o: 
         **layer.heads(),
         **where,
     )
-    tokens = (q, k, v, g, beta)
     if n > 0:
-        one = (x[:n].unsqueeze(1) for x in tokens)
+        one = tokens if alone else (x[:n].unsqueeze(1) for x in tokens)
         ops.decode(*one, state=layer.state, slots=r.slots[:n], pad_slot=PAD, out=o[:n].unsqueeze(1))
     if n < r.slots.shape[0]:
         ops.prefill(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,7 +44,8 @@ def _meta(layer: Layer) -> Layer:
 
 def _batches(layer: Layer, drafts: int, checkpoints: bool, cuda: bool) -> Iterator[Batch]:
     """Kernels are chosen by sizes, so: decode steps from few states to many, prompts short and
-    long, with a decode step beside them; drafts of each number of states."""
+    long, with a decode step beside them; drafts of each number of states, steps for which fewer or
+    none were drafted, and drafts beside prompts, whose tokens are gathered."""
     few = sorted({max(1, states // layer.shape.num_v_heads) for states in STATES})
     for N in few:
         yield Batch(N, Rows(_slots(N), N), None)
@@ -51,10 +54,15 @@ def _batches(layer: Layer, drafts: int, checkpoints: bool, cuda: bool) -> Iterat
         yield from (_prompts(T, 0, kept) for kept in {False, checkpoints})
     for N in few:
         yield _prompts(PROMPT, N, False)
-    for N in few if drafts else ():
-        T = drafts + 1
-        borders = torch.empty(N + 1, dtype=torch.int32, device="meta")
-        yield Batch(N * T, None, Drafts(_slots(N, T), _slots(N), borders))
+    if drafts:
+        for N, T in itertools.product(few, sorted({*SHORT_PROMPTS, drafts + 1})):
+            yield Batch(N * T, None, _drafts(N, T, drafts))
+        for T, kept in itertools.product(lengths, {False, checkpoints}):
+            prompts = _prompts(T, 0, kept)
+            n, more = prompts.length, _drafts(few[0], drafts + 1, drafts)
+            rows = cast(Rows, prompts.rows)._replace(tokens=_slots(n))
+            tokens = _slots(few[0] * (drafts + 1))
+            yield Batch(n + len(tokens), rows, more._replace(tokens=tokens))
 
 
 def _prompts(T: int, decodes: int, kept: bool) -> Batch:
@@ -66,6 +74,12 @@ def _prompts(T: int, decodes: int, kept: bool) -> Batch:
     prompts = borders[decodes:]
     rows = Rows(_slots(N), decodes, borders, known, prompts, checkpoints)
     return Batch(decodes + 2 * T, rows, None)
+
+
+def _drafts(N: int, T: int, drafts: int) -> Drafts:
+    """N sequences with T tokens each."""
+    borders = torch.empty(N + 1, dtype=torch.int32, device="meta")
+    return Drafts(_slots(N, drafts + 1), _slots(N), borders)
 
 
 def _slots(*size: int) -> Tensor:
