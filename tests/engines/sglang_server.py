@@ -123,7 +123,6 @@ class Server:
                 kv_cache_dtype=self.dtype,
                 head_num=2,
                 head_dim=16,
-                v_head_dim=16,
                 page_size=1,
                 start_layer=0,
                 end_layer=1,
