@@ -63,7 +63,7 @@ SPILLS = {
 SPILLS_ELSEWHERE = {
     "backward_states_kernel, hard": 48,
     "backward_walk_kernel, hard": 64,
-    "backward_hard_inverse_kernel": 832,
+    "backward_hard_inverse_kernel": 840,
     "backward_inverse_kernel": 32,
     "backward_keys_kernel": 32,
     "backward_walk_kernel": 8,
