@@ -62,7 +62,7 @@ SPILLS = {
 }
 SPILLS_ELSEWHERE = {
     "backward_states_kernel, hard": 48,
-    "backward_walk_kernel, hard": 64,
+    "backward_walk_kernel, hard": 88,
     "backward_hard_inverse_kernel": 840,
     "backward_inverse_kernel": 32,
     "backward_keys_kernel": 32,
