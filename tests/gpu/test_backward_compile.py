@@ -61,8 +61,9 @@ SPILLS = {
     "hopper_gradients_kernel": 232,
 }
 SPILLS_ELSEWHERE = {
-    "backward_states_kernel, hard": 32,
-    "backward_walk_kernel, hard": 16,
+    "backward_states_kernel, hard": 48,
+    "backward_walk_kernel, hard": 88,
+    "backward_hard_inverse_kernel": 840,
     "backward_inverse_kernel": 32,
     "backward_keys_kernel": 32,
     "backward_walk_kernel": 8,
