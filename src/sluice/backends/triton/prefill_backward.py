@@ -281,8 +281,10 @@ def _inverses(
     if w.hard is not None:
         programs = configs.blocks(units, looked_at) * p.HV
         double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": HARD_PRECISION}
-        made = kernel_call(HARD_INVERSE, programs, INVERSE, p.device, **double, UNITS=looked_at)
-        calls.append(made)
+        config = configs.Config(num_warps=WARPS)
+        calls.append(
+            kernel_call(HARD_INVERSE, programs, config, p.device, **double, UNITS=looked_at)
+        )
     return calls
 
 

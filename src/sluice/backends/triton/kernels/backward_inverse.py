@@ -12,7 +12,8 @@ two per chunk.
 Where one beta near 1 meets keys that repeat, the rounding errors of Bg agree, and the gradient of a
 decay is small beside its terms. So in hard chunks (backward_chunks.py) Bg is a sum of two float16
 terms over the same power of two, from products as precise as float32. A kernel of its own makes
-it: so many products in the registers of one warp would slow down the chunks that need none.
+it, with tiles of a whole chunk: so precise, the products of 16 x 16 blocks that one warp of
+backward_inverse_kernel makes would be three times as many, and take Triton a minute to compile.
 """
 
 # ruff: noqa: RUF005 (Triton has no tuple unpacking)
@@ -27,6 +28,7 @@ from sluice.backends.triton.kernels.math import begin, float16_scale
 from sluice.backends.triton.kernels.prefill_chunks import (
     C,
     gated_block,
+    load_chunk,
     load_keys,
     merged_inverse,
     product,
@@ -53,12 +55,12 @@ def resolvent(kk, a, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_resolvent(
-    k_ptr, beta32_ptr, g2_ptr, g2_low_ptr, r_k_ptr, b_ptr, b_low_ptr, b_down_ptr,
+    k_ptr, beta32_ptr, g2_ptr, g2_low_ptr, r_k_ptr, b_ptr, b_down_ptr,
     head_v, batch, t, end, T, tokens, stride_k_b, stride_k_t, stride_k_h,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Make and store the Bg of the chunk at token t, with b_low_ptr as two terms."""
+    """Make and store the Bg of the chunk at token t."""
     head_k = head_v // (HV // HK)
     token = batch * T + t  # in the workspace
     offs = tl.arange(0, 16)
@@ -98,8 +100,6 @@ def store_resolvent(
         up, down = float16_scale(tl.max(most), 14)
         tl.store(b_down_ptr + head_v.to(tl.int64) * tokens + token, down)
     b_ptr += (token * HV + head_v) * C
-    if b_low_ptr is not None:
-        b_low_ptr += (token * HV + head_v) * C
     for i in tl.static_range(4):
         for j in tl.static_range(4):
             block = tl.zeros([16, 16], tl.float32)
@@ -111,12 +111,7 @@ def store_resolvent(
                     block *= tl.exp2(g2_low[i][:, None] - g2_low[j][None, :])
             at = b_ptr + (16 * i + offs)[:, None] * (HV * C) + 16 * j + offs[None, :]
             mask = (t + 16 * i + offs < end)[:, None]
-            high = block.to(b_ptr.dtype.element_ty)
-            tl.store(at, high, mask=mask)
-            if b_low_ptr is not None:
-                at = b_low_ptr + (16 * i + offs)[:, None] * (HV * C) + 16 * j + offs[None, :]
-                low = (block - high.to(tl.float32)).to(b_low_ptr.dtype.element_ty)
-                tl.store(at, low, mask=mask)
+            tl.store(at, block.to(b_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
@@ -150,10 +145,62 @@ def backward_inverse_kernel(
     if seq == N or t >= end:
         return
     store_resolvent(
-        k_ptr, beta32_ptr, g2_ptr, g2_low_ptr, r_k_ptr, b_ptr, None, b_down_ptr,
+        k_ptr, beta32_ptr, g2_ptr, g2_low_ptr, r_k_ptr, b_ptr, b_down_ptr,
         head_v, batch, t, end, T, tokens, stride_k_b, stride_k_t, stride_k_h,
         HK, HV, K, BLOCK_K, PRECISION,
     )  # fmt: skip
+
+
+@triton.jit
+def chunk_inverse(l, PRECISION: tl.constexpr):
+    """(I + l)⁻¹ of a strictly lower l [C, C], joined from halves (K26): 2 x 2 blocks, 4 x 4, ..."""
+    rows = tl.arange(0, C)[:, None]
+    cols = tl.arange(0, C)[None, :]
+    a = tl.where(rows == cols, 1.0, 0.0) - tl.where(rows // 2 == cols // 2, l, 0.0)
+    for i in tl.static_range(1, 6):
+        below = (rows >> i) % 2 == 1
+        below = below & (rows >> i == (cols >> i) + 1)
+        across = tl.dot(tl.where(below, l, 0.0), a, input_precision=PRECISION)
+        a -= tl.dot(a, across, input_precision=PRECISION)
+    return a
+
+
+@triton.jit
+def store_two_terms(
+    k_ptr, beta32_ptr, g2_ptr, r_k_ptr, b_ptr, b_low_ptr, b_down_ptr,
+    head_v, batch, t, end, T, tokens, stride_k_b, stride_k_t, stride_k_h,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Make and store the Bg of the chunk at token t as two terms."""
+    head_k = head_v // (HV // HK)
+    token = batch * T + t  # in the workspace
+    offs = tl.arange(0, C)
+    here = t + offs < end
+    k = load_chunk(
+        k_ptr + batch * stride_k_b + head_k * stride_k_h, t, end, stride_k_t, K, BLOCK_K, C
+    )
+    g = tl.dot(k, tl.trans(k))  # of 16-bit numbers: exact but for the sum
+    if r_k_ptr is not None:
+        r = tl.load(r_k_ptr + head_k.to(tl.int64) * tokens + token + offs, mask=here, other=0.0)
+        g = g * r[:, None] * r[None, :]
+    strictly = offs[:, None] > offs[None, :]
+    g = tl.where(strictly, g, 0.0)
+    of_value = head_v.to(tl.int64) * tokens + token
+    beta = tl.load(beta32_ptr + of_value + offs, mask=here, other=0.0)
+    a = chunk_inverse(g * beta[:, None], PRECISION)
+    b = tl.dot(g, a, input_precision=PRECISION)
+    up, down = float16_scale(tl.max(tl.abs(b)), 14)
+    tl.store(b_down_ptr + of_value, down)
+    b *= up
+    if g2_ptr is not None:
+        g2 = tl.load(g2_ptr + of_value + offs, mask=here, other=0.0)
+        b *= tl.exp2(tl.where(strictly & here[:, None], g2[:, None] - g2[None, :], 0.0))
+    high = b.to(b_ptr.dtype.element_ty)
+    at = (token * HV + head_v) * C + offs[:, None] * (HV * C) + offs[None, :]
+    tl.store(b_ptr + at, high, mask=here[:, None])
+    low = (b - high.to(tl.float32)).to(b_low_ptr.dtype.element_ty)
+    tl.store(b_low_ptr + at, low, mask=here[:, None])
 
 
 @triton.jit(do_not_specialize=["N", "T", "tokens"], do_not_specialize_on_alignment=INDICES)
@@ -191,8 +238,8 @@ def backward_hard_inverse_kernel(
         t = start + chunk * C
         here = (seq < N) & (t < end)
         if tl.load(hard_ptr + (batch * T + t) // C + seq, mask=here, other=0) != 0:
-            store_resolvent(
-                k_ptr, beta32_ptr, g2_ptr, None, r_k_ptr, b_ptr, b_low_ptr, b_down_ptr,
+            store_two_terms(
+                k_ptr, beta32_ptr, g2_ptr, r_k_ptr, b_ptr, b_low_ptr, b_down_ptr,
                 head_v, batch, t, end, T, tokens, stride_k_b, stride_k_t, stride_k_h,
                 HK, HV, K, BLOCK_K, PRECISION,
             )  # fmt: skip
