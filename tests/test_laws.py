@@ -48,6 +48,7 @@ RANKS = {
     "model_calls": 6,
     "state_files": 1,
     "state_geometry": 6,
+    "stream_order": 1,
     "state_pool": 7,
     "doctor": 7,
     "warmup": 7,

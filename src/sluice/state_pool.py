@@ -38,6 +38,7 @@ from sluice.state_geometry import (
     parse_bytes,
     runs,
 )
+from sluice.stream_order import Freed
 
 __all__ = [
     "DoubleFreeError",
@@ -98,9 +99,9 @@ class StatePool:
     ``[.., D, L]``. With ``reserve_slot_0`` row 0 is never allocated, and operators need
     ``pad_slot=pool.pad_slot``. ``device`` defaults to the CPU.
 
-    A slot is zeroed when it is allocated, not when it is freed. So neither a late write to a free
-    row nor a NaN of the last owner can reach the next owner, and freeing costs nothing.
-    ``has_state=False`` on a sequence's first call gives the same numbers without reading the row.
+    A slot is zeroed when it is allocated, not when it is freed, and the CUDA stream that gets it
+    waits for the one that freed it. So neither a late write nor a NaN of the last owner reaches the
+    next. ``has_state=False`` on a sequence's first call gives the same numbers without reading.
 
     One lock guards every method, copies included; operators do not take it. Raises
     ``ContractError`` for an argument that cannot be served.
@@ -245,6 +246,7 @@ class StatePool:
         self._generations = [0] * self.slots
         self._live: set[int] = set()
         self._free = list(range(self.pad_slot + 1, self.slots))  # a valid heap, since it is sorted
+        self._freed = Freed(self.device)
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -528,6 +530,7 @@ class StatePool:
         return Slot(row, self._generations[row], self._serial)
 
     def _own(self, row: int) -> Slot:
+        self._freed.take(row)
         self._generations[row] += 1
         self._live.add(row)
         return self._handle(row)
@@ -536,6 +539,7 @@ class StatePool:
         for row in rows:
             self._live.remove(row)
             heapq.heappush(self._free, int(row))
+        self._freed.leave(rows)
 
     def _require_free(self, op: str, n: int) -> None:
         if n > len(self._free):

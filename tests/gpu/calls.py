@@ -133,7 +133,15 @@ def by_name(name: str, device: str = "meta") -> ModelCall:
     return next(call for call in production(device) if call.name == name)
 
 
-def prepared(call: ModelCall) -> Any:
-    """A function that makes the call with arguments that are there, as often as one likes."""
-    arguments, options = call.make()
-    return lambda: getattr(ops, call.op)(*arguments, **options)
+def prepared(call: ModelCall, times: int) -> Any:
+    """A function that makes the call so many times, with arguments that are there.
+
+    A draft is committed once, so every ``commit`` has one of its own.
+    """
+    made = [call.make() for _ in range(times if call.op == "commit" else 1)]
+
+    def run() -> Any:
+        arguments, options = made.pop() if call.op == "commit" else made[0]
+        return getattr(ops, call.op)(*arguments, **options)
+
+    return run

@@ -58,7 +58,7 @@ def prefills() -> Iterator[tuple[str, Call]]:
 
 
 def main() -> None:
-    calls = [*((call.name, prepared(call)) for call in production("cuda")), *prefills()]
+    calls = [*((call.name, prepared(call, 1)) for call in production("cuda")), *prefills()]
     chosen = tuple(sys.argv[1:]) or ("",)
     for name, call in calls:
         if name.startswith(chosen):

@@ -22,7 +22,7 @@ SIZE = {"HK": 4, "HV": 8, "K": 128, "V": 128}
 @pytest.mark.parametrize("name", NAMES)
 def test_row_31_no_operator_waits_for_the_device(name):
     """After a first call, which compiles and loads the kernels."""
-    call = prepared(by_name(name, "cuda"))
+    call = prepared(by_name(name, "cuda"), 2)
     call()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -29,6 +29,7 @@ from sluice.backends.triton.prefill import (
 )
 from sluice.backends.triton.prefill_arguments import WHOLE, units_of
 from sluice.backends.triton.prefill_backward_parts import Parts, all_hard, workspace
+from sluice.backends.triton.toolchain import interpreted
 from sluice.contract.backward import DeltaBackwardSpec
 from sluice.contract.chunk_length import CHUNK
 
@@ -61,7 +62,7 @@ forward was measured; the walk back is estimated from its products."""
 HARD_PRECISION = "bf16x6"
 """Of the products that make the Bg of hard chunks: three bfloat16 terms, as many bits as float32
 has. Tensor cores truncate the low terms of tf32x3, and where keys repeat these errors agree: one
-beta of 0.99 would leave three times the error in dg."""
+beta of 0.99 would leave three times the error in dg. Triton's interpreter does not know it."""
 HARD_UNITS = 4
 """Chunks that a program looks at for hard ones, where few are: most programs end at once, and so
 many fit on the GPU side by side."""
@@ -258,6 +259,11 @@ def planned_launches(
     return Launches(spec, memory, calls)
 
 
+def hard_precision() -> str:
+    """HARD_PRECISION; in Triton's interpreter, whose products are of float32, another name."""
+    return EXACT if interpreted() else HARD_PRECISION
+
+
 def _inverses(
     p: DeltaBackwardSpec, memory: Binding, w: Parts, sizes: dict[str, Any], units: int
 ) -> list[KernelCall]:
@@ -280,7 +286,7 @@ def _inverses(
         calls.append(kernel_call(BACKWARD_INVERSE, units * p.HV, INVERSE, p.device, **single))
     if w.hard is not None:
         programs = configs.blocks(units, looked_at) * p.HV
-        double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": HARD_PRECISION}
+        double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": hard_precision()}
         config = configs.Config(num_warps=WARPS)
         calls.append(
             kernel_call(HARD_INVERSE, programs, config, p.device, **double, UNITS=looked_at)
