@@ -287,7 +287,7 @@ def _inverses(
     if w.hard is not None:
         programs = configs.blocks(units, looked_at) * p.HV
         double = common | {"b_low_ptr": w.b_low, "hard_ptr": w.hard, "PRECISION": hard_precision()}
-        config = configs.Config(num_warps=WARPS)
+        config = Config(num_warps=WARPS_ELSEWHERE if gpu.shares_sm(p.device) else WARPS)
         calls.append(
             kernel_call(HARD_INVERSE, programs, config, p.device, **double, UNITS=looked_at)
         )
