@@ -2,12 +2,12 @@
 
     PYTHONPATH=src python benchmarks/gpu_prefill_plans.py [--portable] [--heads 16/32]
 
-For each row of heads and lengths: the chosen plan, the same with one thing changed at a time, other
-widths, and other segments; and the parallel half alone. Twelve processes compile; then this one
-checks each plan and times it. The chosen plan is compared with the ``chunked`` backend in float32.
-A plan with the same segments must have its bits, another one results within LIMIT of it. Plans take
-turns, calls take turns with up to four sets of tensors, and the table has medians. ``--portable``:
-the plans of the Triton kernels instead, for five rows.
+For each row of heads and lengths: the chosen plan, the other width, a program per item, other
+segments, and the parallel half alone. Twelve processes compile; then this one checks each plan and
+times it. The chosen plan is compared with the ``chunked`` backend in float32. A plan with the same
+segments must have its bits, another one results within LIMIT of it. Plans take turns, calls take
+turns with up to four sets of tensors, and the table has medians. ``--portable``: the plans of the
+Triton kernels instead, for five rows.
 """
 # ruff: noqa: T201 (a table on the terminal)
 
@@ -92,28 +92,17 @@ def hopper_choices(p: Any) -> Iterator[Choice]:
     def of(name: str, same: bool = True, **change: Any) -> Choice:
         return Choice(name, same, hopper.planned_launches(p, chosen._replace(**change)))
 
-    fit = (12 if p.HV == p.HK else 4) * processors
-    variants = {
-        "chosen": {},
-        "before": {"once": True, "early": False},
-        "once": {"once": True},
-        "late": {"early": False},
-        "no prefetch": {"prefetch": False},
-        "a program per unit": {"chunk_programs": 0},
-        "3/4 of the programs": {"chunk_programs": fit * 3 // 4},
-        f"{192 - chosen.BLOCK_V} columns": {"BLOCK_V": 192 - chosen.BLOCK_V},
-    }
-    for name, change in variants.items():
-        yield of(name, **change)
+    yield of("chosen")
+    yield of(f"{192 - chosen.BLOCK_V} columns", BLOCK_V=192 - chosen.BLOCK_V)
+    yield of("a program per item", programs=0)
     if chosen.segment:
         yield of("not split", False, segment=0, BLOCK_V=hopper.width(p, 1, processors))
     for segment in equal_segments(p, chosen.segment):
         width = hopper.width(p, blocks(blocks(p.T, p.N), segment), processors)
         yield of(f"{segment} tokens", False, segment=segment, BLOCK_V=width)
-    for name in ("chosen", "once", "no prefetch", "a program per unit"):
-        alone = hopper.planned_launches(p, chosen._replace(**variants[name]))
-        alone.calls = alone.calls[:1]
-        yield Choice(f"chunks alone, {name}", True, alone, whole=False)
+    alone = hopper.planned_launches(p, chosen)
+    alone.calls = alone.calls[:1]
+    yield Choice("chunks alone", True, alone, whole=False)
 
 
 def portable_choices(p: Any) -> Iterator[Choice]:
@@ -264,12 +253,12 @@ def peer_times() -> dict[tuple[str, str], float]:
 
 def table(rows: list[tuple[str, str, dict[str, float]]]) -> None:
     peer = peer_times()
-    print("| heads | lengths | FlashInfer, earlier | before | chosen | best | its plan |")
-    print("|---|---|---|---|---|---|---|")
+    print("| heads | lengths | FlashInfer, earlier | chosen | best | its plan |")
+    print("|---|---|---|---|---|---|")
     for heads, name, times in rows:
         whole = {n: us for n, us in times.items() if "alone" not in n}
         best = min(whole, key=whole.__getitem__) if whole else "-"
-        cells = [peer.get((heads, name)), *(whole.get(n) for n in ("before", "chosen", best))]
+        cells = [peer.get((heads, name)), *(whole.get(n) for n in ("chosen", best))]
         text = ["-" if us is None else f"{us:.1f}" for us in cells]
         print(f"| {heads} | {name} | {' | '.join(text)} | {best} |")
 

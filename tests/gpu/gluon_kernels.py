@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
-import torch
 import triton
 
 import sluice
@@ -18,13 +16,6 @@ from sluice.model_calls import Kinds, ModelCalls
 from tests.gpu.cross import gpu_like, specs_of
 
 NARROW, WIDE, SPLIT = (0, 64), (0, 128), (1216, 128)
-
-
-def packed(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> Any:
-    """A packed call of N sequences of equal length."""
-    model = ModelCalls(QwenShape("", 64, HV // 2, HV, 4, (0,)))
-    made = model.call("prefill", "", N, tokens, True).spec(torch.device("cuda", 0))
-    return replace(made, batch_invariant=batch_invariant)
 
 
 def spec(
@@ -84,15 +75,11 @@ def kernel_call(name: str) -> KernelCall:
     return next(call for call in calls if call.kernel == kernel)
 
 
-SPILLS: dict[str, int] = {"chunks": 72}
-"""Bytes of stack per thread; 64 for kernels that are not named. What the chunk kernels have there
-is mostly written once and read once per chunk. With Triton 3.6 no other kernel has more than 40."""
+SPILLS: dict[str, int] = {}
+"""Bytes of stack per thread; 64 for kernels that are not named. With Triton 3.6 none has more than
+40."""
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     SPILLS |= {
-        "chunks": 216,
-        "chunks, raw gates and norm": 200,
-        "chunks, no decay": 160,
-        "chunks, a value head per key head": 104,
         "states, 128 columns, no norm": 112,
         "states, 128 columns": 216,
         "states, 128 columns, own states": 216,

@@ -24,42 +24,30 @@ CHUNKS = Kernel("sluice.backends.hopper.kernels.chunks_kernel", "hopper_chunks_k
 CHUNKS_WARP = Kernel(
     "sluice.backends.hopper.kernels.chunks_warp_kernel", "hopper_chunks_warp_kernel"
 )
-CHUNKS_ONCE = Kernel(
-    "sluice.backends.hopper.kernels.chunks_once_kernel", "hopper_chunks_once_kernel"
-)
-CHUNKS_WARP_ONCE = Kernel(
-    "sluice.backends.hopper.kernels.chunks_warp_once_kernel", "hopper_chunks_warp_once_kernel"
-)
 STATE = Kernel("sluice.backends.hopper.kernels.state_kernel", "hopper_state_kernel")
 STAGES = 3  # chunks whose tiles and QKg fit into shared memory
 SEGMENTS = sorted(tokens << i for tokens in (1024, 1216) for i in range(16))
-"""Tokens of a segment: what a plan may choose."""
+PARTS = range(2, 17)
+"""A segment has one of these numbers of tokens, or is one of so many equal parts of a sequence."""
 STATE_TOKENS, ROOM = 512, 0.94
 """A segment's state and transition take as much memory as the values of so many tokens; all of them
 together may take this part of v, so that the workspace stays below 1.5 times v."""
-CHUNK_US = {64: 1.5, 128: 2.5}
-EFFECT_US, JOIN_US, LAUNCH_US = 1.3, 3.4, 8.0
-"""The plan's model in microseconds, measured on an H200 (docs/kernels/prefill_log.md): one chunk by
-BLOCK_V, one chunk of a segment's effect, one join, one more launch."""
+CHUNK_US = {64: 1.38, 128: 2.3}
+LOAD_US, EFFECT_US, LAUNCH_US, JOIN_US, STATE_US = 0.22, 1.17, 1.9, 1.33, 0.26
+"""The plan's model in microseconds, fitted to calls on an H200 (docs/kernels/prefill_log.md): one
+chunk by BLOCK_V, and what it takes longer where all SMs load chunks; one chunk of a segment's
+effect; one more launch; one step of the join, and one state of a segment that it reads."""
 
 
 class Plan(NamedTuple):
     """How a call is cut: tokens per segment (0: none is split), value columns per program.
 
     ``programs``: at most so many programs of the serial half. None: one per SM; 0: one per item.
-    ``chunk_programs``: the same of the parallel half. None: as many as fit; 0: one per unit.
-    The rest are choices that are still to be measured, with the same bits: ``once``, kernels of the
-    parallel half whose programs have one unit; ``prefetch``, keys through the L2 cache; ``early``,
-    the serial half reads its inputs before it waits for the parallel half.
     """
 
     segment: int
     BLOCK_V: int
     programs: int | None = None
-    chunk_programs: int | None = None
-    once: bool = False
-    prefetch: bool = True
-    early: bool = True
 
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
@@ -74,24 +62,37 @@ def best_plan(p: DeltaSpec, processors: int) -> Plan:
     if p.batch_invariant:
         return best[1]
     room = ROOM * p.T * (1 if p.varlen else sequences) / STATE_TOKENS
-    for segment in SEGMENTS:
+    for segment in segments_of(longest):
         if segment >= longest or units_of(p, segment, tail=False) > room:
             continue
         segments, length = -(-longest // segment), segment // CHUNK
-        effects = -(-sequences * (segments - 1) * p.HV * 2 // processors)
-        cost = effects * length * EFFECT_US + segments * JOIN_US + 2 * LAUNCH_US
-        cost += _serial(sequences * segments * p.HV, length, processors)
+        states = sequences * segments * p.HV
+        effects = -(-(states - sequences * p.HV) * 2 // processors)
+        cost = effects * length * EFFECT_US + segments * JOIN_US + states * STATE_US
+        cost += 2 * LAUNCH_US + _serial(states, length, processors)
         best = min(best, (cost, Plan(segment, width(p, segments, processors))))
     return best[1]
 
 
+def segments_of(longest: int) -> list[int]:
+    """Tokens of a segment that a plan may choose for sequences of ``longest`` tokens."""
+    equal = {-(-longest // (CHUNK * parts)) * CHUNK for parts in PARTS}
+    return sorted(equal.union(SEGMENTS))
+
+
 def _serial(states: int, chunks: int, processors: int) -> float:
-    return min(chunks * -(-states * (128 // v) // processors) * us for v, us in CHUNK_US.items())
+    return chunks * min(_chunk(states, v, processors) for v in CHUNK_US)
+
+
+def _chunk(states: int, v: int, processors: int) -> float:
+    """The time of one chunk in every round, with v columns of a state per program."""
+    items = states * (128 // v)
+    return -(-items // processors) * CHUNK_US[v] + items / processors * LOAD_US
 
 
 def width(p: DeltaSpec, segments: int, processors: int) -> int:
     states = max(p.N, 1) * segments * p.HV
-    return min(CHUNK_US, key=lambda v: -(-states * (128 // v) // processors) * CHUNK_US[v])
+    return min(CHUNK_US, key=lambda v: _chunk(states, v, processors))
 
 
 def all_plans() -> list[Plan]:
@@ -113,7 +114,7 @@ def planned_launches(spec: DeltaSpec, plan: Plan) -> Launches:
     """Both halves, by a given plan."""
     memory, p = Binding(spec), spec
     parts = workspace(p, memory)
-    calls, segments = [chunks_call(p, memory, parts, plan)], None
+    calls, segments = [chunks_call(p, memory, parts)], None
     if plan.segment:
         units = units_of(p, plan.segment, tail=False)
         segments = portable.segment_states(p, memory, units)
@@ -171,29 +172,22 @@ def workspace(p: DeltaSpec, memory: Binding) -> Parts:
     )
 
 
-def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan) -> KernelCall:
+def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts) -> KernelCall:
     """The parallel half."""
     units = units_of(p, CHUNK, tail=True)
     with_tails = has_tails(p)
     saves = checkpoints(p, memory)
     more: dict[str, Any]
     if p.HV == p.HK:  # one warp per head: elsewhere it was slower (docs/kernels/prefill_log.md)
-        kernel, groups, width = CHUNKS_WARP, p.HV, COPY_WIDTH
-        more = {"ag_desc": _ag_tiles(p, parts), "warps": 1, "maxnreg": 168}
+        kernel, programs = CHUNKS_WARP, p.HV
+        more = {"ag_desc": _ag_tiles(p, parts), "warps": 1, "maxnreg": 168}  # 12 programs per SM
     else:
-        kernel, groups, width = CHUNKS, p.HK // key_heads(p.HK, p.HV), p.K
-        more = {"maxnreg": 128}
-    number = (units + tails(p)) * groups
-    if plan.once:
-        kernel = CHUNKS_WARP_ONCE if kernel == CHUNKS_WARP else CHUNKS_ONCE
-        programs, width = number, p.K
-    else:
-        programs = chunk_programs(p, plan, number)
-        more |= {"k_ptr": memory["k"], "stride_k_t": p.k.strides[1], "PREFETCH": plan.prefetch}
+        kernel, programs = CHUNKS, p.HK // key_heads(p.HK, p.HV)
+        more = {"maxnreg": 128}  # 4 programs per SM
     return _call(
         kernel,
-        programs,
-        k_desc=token_tiles(p, "k", width),
+        (units + tails(p)) * programs,
+        k_desc=token_tiles(p, "k", p.K),
         g_ptr=memory["g"],
         A_log_ptr=memory.dense("A_log"),
         dt_bias_ptr=memory.dense("dt_bias"),
@@ -212,7 +206,7 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan) -> Kern
         T=p.T,
         M=saves["M"] if with_tails else None,
         every=saves["every"] if with_tails else None,
-        units=units if with_tails or not plan.once else None,
+        units=units if with_tails else None,
         **memory.strides("g", "bth"),
         **memory.strides("beta", "bth"),
         stride_o_t=getattr(p, _out(p)).strides[1],
@@ -225,19 +219,6 @@ def chunks_call(p: DeltaSpec, memory: Binding, parts: Parts, plan: Plan) -> Kern
         TAILS=with_tails,
         **more,
     )
-
-
-def chunk_programs(p: DeltaSpec, plan: Plan, number: int) -> int:
-    """How many programs the parallel half has for ``number`` units.
-
-    Units of 32 or more sequences are numbered with gaps, which would leave some programs with less
-    to do than others. With many gaps every unit has a program.
-    """
-    if plan.chunk_programs is not None:
-        return min(number, plan.chunk_programs or number)
-    if p.varlen and p.N >= 32 and p.T < 16 * CHUNK * p.N:
-        return number
-    return min(number, (12 if p.HV == p.HK else 4) * gpu.processors(p.device))
 
 
 def states_call(
@@ -301,7 +282,6 @@ def states_call(
         OUTPUT=output,
         EVERY=every,
         TAILS=output and has_tails(p),
-        EARLY=plan.early,
     )
 
 

@@ -22,7 +22,7 @@ def launches(p: PassSpec) -> Launches:
         return Launches(p, memory, prefill.last_calls(p, memory, parts, plan, effects))
     plan = prefill.Plan(p.segment, 128)
     calls = [
-        prefill.chunks_call(p, memory, parts, plan),
+        prefill.chunks_call(p, memory, parts),
         prefill.states_call(p, memory, parts, plan, effects, output=False, every=True),
     ]
     return Launches(p, memory, [*calls, *chain_calls(p, memory, effects)])

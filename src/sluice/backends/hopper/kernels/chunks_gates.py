@@ -37,47 +37,18 @@ def load_gates(gates, g2_smem, beta_smem, head, heads, count, R: gl.constexpr, K
     A key head has R value heads, of which ``heads`` are left. After the first ``count`` tokens the
     decay stays as it is and beta is 0. For heads that do not exist both are 0.
     """
-    g, beta = read_gates(gates, head, heads, count, R, KH)
-    keep_gates(gates, g, beta, g2_smem, beta_smem, head, heads, count, R, KH)
-
-
-@gluon.jit
-def heads_and_tokens(head, heads, R: gl.constexpr, KH: gl.constexpr):
-    """Of four value heads [4, C]: their numbers, whether they exist, and the tokens.
-
-    The compiler cannot know that ``head >> 31`` is 0. If it did, it would keep offsets of tokens in
-    registers from unit to unit.
-    """
     H: gl.constexpr = 4 // KH
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0) + (head >> 31)
+    token = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, layout)), 0)
     item = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
-    return head + item // H * R + item % H, item % H < heads, token
-
-
-@gluon.jit
-def read_gates(gates, head, heads, count, R: gl.constexpr, KH: gl.constexpr):
-    """g and beta of four value heads [4, C] as given; zeros where there are none."""
-    item, exists, token = heads_and_tokens(head, heads, R, KH)
+    exists = item % H < heads
+    item = head + item // H * R + item % H
     on = (token < count) & exists
     at = token.to(gl.int64) * gates.stride_beta_t + item * gates.stride_beta_h
     beta = gl.load(gates.beta_ptr + at, mask=on, other=0.0).to(gl.float32)
-    g = beta
     if gates.g_ptr is not None:
         at = token.to(gl.int64) * gates.stride_g_t + item * gates.stride_g_h
         g = gl.load(gates.g_ptr + at, mask=on, other=0.0).to(gl.float32)
-    return g, beta
-
-
-@gluon.jit
-def keep_gates(
-    gates, g, beta, g2_smem, beta_smem, head, heads, count, R: gl.constexpr, KH: gl.constexpr,
-):  # fmt: skip
-    """Put cumulative log2 decays and betas into shared memory, from what ``read_gates`` read."""
-    H: gl.constexpr = 4 // KH
-    item, exists, token = heads_and_tokens(head, heads, R, KH)
-    on = (token < count) & exists
-    if gates.g_ptr is not None:
         if gates.A_log_ptr is not None:
             A_log = gl.load(gates.A_log_ptr + item, mask=exists, other=0.0).to(gl.float32)
             if gates.dt_bias_ptr is not None:

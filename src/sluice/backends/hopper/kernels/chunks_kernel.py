@@ -1,7 +1,7 @@
 """The parallel half of chunked prefill on Hopper, in Gluon: one program makes Ag of a chunk.
 
-A unit is a chunk of C = 64 tokens of one or two key heads. A program goes from unit to unit
-(chunks_units.py). It makes K Kᵀ once, and then, for four value heads at a time, one per warp,
+A program owns a chunk of C = 64 tokens of one or two key heads. It makes K Kᵀ once, and then, for
+four value heads at a time, one per warp,
 
     A  = (I + L)⁻¹                                 L = strictLower(diag(beta) K Kᵀ)
     Ag = G ∘ A                                     G_ij = exp(γ_i - γ_j), 0 above the diagonal
@@ -15,9 +15,6 @@ would have the same error in every token with the same beta. It is passed on in 
 Where keys nearly repeat, errors of Ag add up over tokens (docs/numerics.md). Such a chunk is *hard*
 (chunks_hard.py), and its Ag is float16, whatever 16-bit type the inputs have. A chunk of fewer than
 64 tokens counts as hard too, so that the serial half treats both alike.
-
-K Kᵀ takes the memory of K, and nobody reads it once A is made. Then the next unit's keys come there
-while Ag of this one is stored, and its gates into registers.
 """
 
 # ruff: noqa: RUF005, SIM102, SIM108 (Triton has no tuple unpacking; constexpr branches stay apart)
@@ -34,13 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.kernels import sizes
-from sluice.backends.hopper.kernels.chunks_gates import (
-    Gates,
-    keep_gates,
-    load_gates,
-    read_gates,
-    store_gates,
-)
+from sluice.backends.hopper.kernels.chunks_gates import Gates, load_gates, store_gates
 from sluice.backends.hopper.kernels.chunks_hard import float16_block, keys_repeat
 from sluice.backends.hopper.kernels.chunks_inverse import (
     gate_blocks,
@@ -52,15 +43,10 @@ from sluice.backends.hopper.kernels.chunks_inverse import (
     store_kk,
     unmixed,
 )
-from sluice.backends.hopper.kernels.chunks_units import (
-    Units,
-    find_unit,
-    gates_from,
-    prefetch_keys,
-)
 from sluice.backends.hopper.kernels.constants import NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, barrier
 from sluice.backends.hopper.kernels.layouts import accumulator, along, axis_layout
+from sluice.backends.hopper.kernels.work_units import tail_span, unit_span
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 key_heads = gluon.constexpr_function(sizes.key_heads)
@@ -73,16 +59,14 @@ key_heads = gluon.constexpr_function(sizes.key_heads)
         "M",
         "every",
         "units",
-        "stride_k_t",
         "stride_g_b",
         "stride_beta_b",
         "stride_gates_h",
     ],
-    do_not_specialize_on_alignment=[*INDICES, *GATES, "k_ptr"],
+    do_not_specialize_on_alignment=[*INDICES, *GATES],
 )
 def hopper_chunks_kernel(
     k_desc,  # [B * T, HK * K], block [C, K]
-    k_ptr,  # the same tensor
     g_ptr,  # [B, T, HV]; None: no decay
     A_log_ptr,  # [HV]; None: g is not a raw gate
     dt_bias_ptr,  # [HV]; None: 0
@@ -101,8 +85,7 @@ def hopper_chunks_kernel(
     T,
     M,
     every,
-    units,  # of chunks, at most; tails of checkpoints come after them
-    stride_k_t,
+    units,  # of chunks; tails of checkpoints come after them
     stride_g_b,
     stride_g_t,
     stride_g_h,
@@ -117,12 +100,10 @@ def hopper_chunks_kernel(
     V: gl.constexpr,
     RAW_BETA: gl.constexpr,
     TAILS: gl.constexpr,  # whether a checkpoint may lie inside a chunk
-    PREFETCH: gl.constexpr,  # whether the next keys come into the L2 cache first
 ):
     R: gl.constexpr = HV // HK
     KH: gl.constexpr = key_heads(HK, HV)
     H: gl.constexpr = 4 // KH
-    GROUPS: gl.constexpr = HK // KH
     DECAY: gl.constexpr = g_ptr is not None
     NORMALIZE_QK: gl.constexpr = r_k_ptr is not None
     dtype: gl.constexpr = k_desc.dtype
@@ -131,50 +112,70 @@ def hopper_chunks_kernel(
     by_column: gl.constexpr = gl.SliceLayout(0, acc)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gate_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    k_smem = gl.allocate_shared_memory(dtype, [KH, C, K], k_desc.layout)
-    g2_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], gate_layout)
-    beta_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], gate_layout)
-    inv_diag_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16, 16], inverse_layout(KH))
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    fence_async_shared()
 
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
     gdc_launch_dependents()  # after the wait: see state_kernel.py
-    if gl.program_id(0) == 0:
+    pid = gl.program_id(0)
+    if pid == 0:
         gl.store(taken_ptr, 0)
-    of = Units(
-        cu_seqlens_ptr=cu_seqlens_ptr, positions_ptr=checkpoint_positions_ptr, every=every,
-        N=N, T=T, M=M, units=units, rows=stride_gates_h, o_ptr=o_ptr, stride_o_t=stride_o_t,
-        GROUPS=GROUPS, WIDTH=KH * R * V, WARPS=4, TAILS=TAILS,
-    )  # fmt: skip
-    gates = Gates(
-        g_ptr=g_ptr, A_log_ptr=A_log_ptr, dt_bias_ptr=dt_bias_ptr, beta_ptr=beta_ptr,
-        beta_scale=beta_scale, stride_g_t=stride_g_t, stride_g_h=stride_g_h,
-        stride_beta_t=stride_beta_t, stride_beta_h=stride_beta_h, RAW_BETA=RAW_BETA,
-    )  # fmt: skip
-    number, seq, row, made, count = find_unit(of, gl.program_id(0))
-    group = number % GROUPS
-    copy_keys(k_desc, k_smem, bar, row, group * (KH * K), count > 0, KH, K)
-    barrier()  # else the compiler may start a copy after the loads of the gates
-    here = gates_from(gates, seq, row, of, stride_g_b, stride_beta_b)
-    g, beta = read_gates(here, group * (KH * R), R, count, R, KH)
-    phase = number * 0
-    while count > 0:
-        next_number, next_seq, next_row, next_made, next_count = find_unit(
-            of, number + gl.num_programs(0)
+    group = pid % (HK // KH)
+    unit = pid // (HK // KH)
+    if TAILS:
+        tail = gl.maximum(unit - units, 0)
+        unit = gl.minimum(unit, units - 1)
+    seq, start, chunk, end = unit_span(unit, cu_seqlens_ptr, N, T, C)
+    row = start + chunk * C
+    made = row  # where the results for the chunk go
+    if TAILS:
+        if pid // (HK // KH) >= units:
+            seq, row, end = tail_span(tail, cu_seqlens_ptr, checkpoint_positions_ptr, every, T, M)
+            made = stride_gates_h - N * M * C + tail * C
+    count = gl.minimum(end - row, C)
+    if (count > 0) & (seq >= N):  # tokens after the last sequence
+        at = o_ptr + row.to(gl.int64) * stride_o_t + group * (KH * R * V)
+        zero_output(at, count, stride_o_t, KH * R * V)
+    if (count > 0) & (seq < N):
+        k_smem = gl.allocate_shared_memory(dtype, [KH, C, K], k_desc.layout)
+        g2_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], gate_layout)
+        beta_smem = gl.allocate_shared_memory(gl.float32, [4, KH, H, 16], gate_layout)
+        bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(bar, count=1)
+        fence_async_shared()
+        mbarrier.expect(bar, KH * 2 * C * K)
+        for kh in gl.static_range(KH):
+            column = (group * KH + kh) * K
+            async_load(k_desc, [row, column], bar, k_smem.index(kh))
+        barrier()  # else the compiler may start a copy after the loads of the gates
+
+        batch = seq * 0
+        t = row
+        if cu_seqlens_ptr is None:
+            batch = seq
+            t = row - seq * T
+        tokens = made.to(gl.int64)
+        beta_ptr += batch.to(gl.int64) * stride_beta_b + t.to(gl.int64) * stride_beta_t
+        if DECAY:
+            g_ptr += batch.to(gl.int64) * stride_g_b + t.to(gl.int64) * stride_g_t
+        gates = Gates(
+            g_ptr=g_ptr,
+            A_log_ptr=A_log_ptr,
+            dt_bias_ptr=dt_bias_ptr,
+            beta_ptr=beta_ptr,
+            beta_scale=beta_scale,
+            stride_g_t=stride_g_t,
+            stride_g_h=stride_g_h,
+            stride_beta_t=stride_beta_t,
+            stride_beta_h=stride_beta_h,
+            RAW_BETA=RAW_BETA,
         )
-        next_group = next_number % GROUPS
-        if PREFETCH:
-            if next_count > 0:
-                k_at = k_ptr + next_group * (KH * K)
-                prefetch_keys(k_at, next_row, next_count, stride_k_t, KH * K, 4)
-        keep_gates(gates, g, beta, g2_smem, beta_smem, group * (KH * R), R, count, R, KH)
+        load_gates(gates, g2_smem, beta_smem, group * (KH * R), R, count, R, KH)
         i = gl.expand_dims(gl.arange(0, C, by_row), 1)
         j = gl.expand_dims(gl.arange(0, C, by_column), 0)
         zero = gl.zeros([C, C], gl.float32, acc)
-        mbarrier.wait(bar, phase)
-        phase = phase ^ 1
+        inv_diag_smem = gl.allocate_shared_memory(
+            gl.float32, [4, KH, H, 16, 16], inverse_layout(KH)
+        )
+        mbarrier.wait(bar, 0)
         if NORMALIZE_QK:
             r_k_smem = gl.allocate_shared_memory(gl.float32, [KH, C], plain)
             for kh in gl.static_range(KH):
@@ -203,24 +204,14 @@ def hopper_chunks_kernel(
             heads = R - first
             if R > H and first > 0:
                 barrier()
-                here = gates_from(gates, seq, row, of, stride_g_b, stride_beta_b)
-                load_gates(here, g2_smem, beta_smem, head, heads, count, R, KH)
+                load_gates(gates, g2_smem, beta_smem, head, heads, count, R, KH)
                 barrier()
             at = head.to(gl.int64) * stride_gates_h + made
             store_gates(beta32_ptr + at, beta_smem, count, heads, stride_gates_h, R, KH)
             if DECAY:
                 store_gates(g2_ptr + at, g2_smem, count, heads, stride_gates_h, R, KH)
             a = invert(k_smem, beta_smem, inv_diag_smem, KH)
-            if first + H >= R:  # nobody reads K Kᵀ any more: the next keys come in its place
-                fence_async_shared()
-                barrier()
-                copy_keys(
-                    k_desc, k_smem, bar, next_row, next_group * (KH * K), next_count > 0, KH, K
-                )
-                barrier()
-                here = gates_from(gates, next_seq, next_row, of, stride_g_b, stride_beta_b)
-                g, beta = read_gates(here, next_group * (KH * R), R, next_count, R, KH)
-            ag_at = ag_ptr + (made.to(gl.int64) * HV + head) * C
+            ag_at = ag_ptr + (tokens * HV + head) * C
             if any_hard:
                 store_ag(
                     ag_at, a, inv_diag_smem, g2_smem, hard, count, heads, HK, HV, DECAY, True
@@ -229,20 +220,6 @@ def hopper_chunks_kernel(
                 store_ag(
                     ag_at, a, inv_diag_smem, g2_smem, hard, count, heads, HK, HV, DECAY, False
                 )  # fmt: skip
-        number = next_number
-        group = next_group
-        seq = next_seq
-        row = next_row
-        made = next_made
-        count = next_count
-
-
-@gluon.jit
-def copy_keys(k_desc, k_smem, bar, row, column, on, KH: gl.constexpr, K: gl.constexpr):
-    """Start the copies of a unit's keys, if it is there. They arrive at ``bar``."""
-    mbarrier.expect(bar, KH * 2 * C * K, pred=on)
-    for kh in gl.static_range(KH):
-        async_load(k_desc, [row, column + kh * K], bar, k_smem.index(kh), pred=on)
 
 
 @gluon.jit
@@ -254,6 +231,19 @@ def store_inverse_lengths(k_smem, count, r_k_ptr, r_k_smem):
     r_k_smem.store(r_k)
     rows = gl.arange(0, C, gl.SliceLayout(1, layout))
     gl.store(r_k_ptr + rows, r_k, mask=rows < count)
+
+
+@gluon.jit
+def zero_output(o_ptr, count, stride_o_t, WIDTH: gl.constexpr):
+    """Store zeros for ``count`` tokens that no sequence owns."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows = gl.arange(0, C, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    at = gl.expand_dims(rows.to(gl.int64) * stride_o_t, 1) + gl.expand_dims(columns, 0)
+    mask = gl.expand_dims(rows < count, 1) & gl.expand_dims(columns < 128, 0)
+    zeros = gl.zeros([C, 128], o_ptr.dtype.element_ty, layout)
+    for column in range(0, WIDTH, 128):
+        gl.store(o_ptr + column + at, zeros, mask=mask)
 
 
 @gluon.jit

@@ -1,13 +1,11 @@
 """The parallel half of chunked prefill on Hopper where each key head has one value head.
 
-It computes what chunks_kernel.py computes. A program is one warp. It goes through units, chunks of
-C = 64 tokens of one head (chunks_units.py), and makes K Kᵀ in registers. No warp waits for another,
-and none is idle: a program of chunks_kernel.py has four warps, one per value head, and some of them
-would have none here.
+It computes what chunks_kernel.py computes. A program is one warp. It owns a chunk of C = 64 tokens
+of one head and makes K Kᵀ in registers. No warp waits for another, and none is idle: a program of
+chunks_kernel.py has four warps, one per value head, and some of them would have none here.
 
 The tile of K takes 16 kB. Once K Kᵀ is made, the same memory holds its diagonal blocks, the two
-terms of A_d, and Ag, which TMA stores. So twelve programs fit on an SM. Half of the next unit's
-keys come once A is made, the other half once TMA has read Ag.
+terms of A_d, and Ag, which TMA stores. So twelve programs fit on an SM.
 """
 
 # ruff: noqa: RUF005, SIM102 (Triton has no tuple unpacking; constexpr branches stay apart)
@@ -21,12 +19,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sluice.backends.hopper.kernels.chunks_gates import Gates, add, sigmoid, softplus
 from sluice.backends.hopper.kernels.chunks_inverse import lower
-from sluice.backends.hopper.kernels.chunks_units import (
-    Units,
-    find_unit,
-    gates_from,
-    prefetch_keys,
-)
 from sluice.backends.hopper.kernels.chunks_warp_inverse import (
     block,
     columns,
@@ -36,9 +28,10 @@ from sluice.backends.hopper.kernels.chunks_warp_inverse import (
     products_of_keys,
     upper,
 )
-from sluice.backends.hopper.kernels.constants import COPY_WIDTH, LOG2_E, NORM_EPS, C
+from sluice.backends.hopper.kernels.constants import LOG2_E, NORM_EPS, C
 from sluice.backends.hopper.kernels.gluon_api import async_load, async_store, barrier, reinterpret
 from sluice.backends.hopper.kernels.layouts import along
+from sluice.backends.hopper.kernels.work_units import counted_span, tail_span
 from sluice.backends.triton.kernels.alignment import GATES, INDICES
 
 
@@ -60,16 +53,14 @@ def diagonal_layout():
         "M",
         "every",
         "units",
-        "stride_k_t",
         "stride_g_b",
         "stride_beta_b",
         "stride_gates_h",
     ],
-    do_not_specialize_on_alignment=[*INDICES, *GATES, "k_ptr"],
+    do_not_specialize_on_alignment=[*INDICES, *GATES],
 )
 def hopper_chunks_warp_kernel(
-    k_desc,  # [B * T, HK * K], block [C, COPY_WIDTH]
-    k_ptr,  # the same tensor
+    k_desc,  # [B * T, HK * K], block [C, K]
     ag_desc,  # [B * T, HV * C], block [C, C]
     g_ptr,  # this and all that follow: as in chunks_kernel.py
     A_log_ptr,
@@ -90,7 +81,6 @@ def hopper_chunks_warp_kernel(
     M,
     every,
     units,
-    stride_k_t,
     stride_g_b,
     stride_g_t,
     stride_g_h,
@@ -105,63 +95,76 @@ def hopper_chunks_warp_kernel(
     V: gl.constexpr,
     RAW_BETA: gl.constexpr,
     TAILS: gl.constexpr,
-    PREFETCH: gl.constexpr,
 ):
     DECAY: gl.constexpr = g_ptr is not None
     dtype: gl.constexpr = k_desc.dtype
     by_token: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    gate_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    blocks_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+
     k_smem = gl.allocate_shared_memory(dtype, [C, K], k_desc.layout)
-    g2_smem = gl.allocate_shared_memory(gl.float32, [C], gate_layout)
-    beta_smem = gl.allocate_shared_memory(gl.float32, [C], gate_layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     fence_async_shared()
-    g2_blocks = reinterpret(g2_smem, gl.float32, [4, 16], blocks_layout)
-    beta_blocks = reinterpret(beta_smem, gl.float32, [4, 16], blocks_layout)
-    # in the memory of K, once K Kᵀ is made: Ag; diagonal blocks of K Kᵀ; A_d (in invert)
-    ag_smem = k_smem.slice(0, COPY_WIDTH, 1)
-    rest_smem = k_smem.slice(COPY_WIDTH, COPY_WIDTH, 1)
-    kk_blocks = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], kk_layout()).index(2)
-    kk_rows = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], plain).index(2)
-
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
     gdc_launch_dependents()  # after the wait: see state_kernel.py
-    if gl.program_id(0) == 0:
+    pid = gl.program_id(0)
+    if pid == 0:
         gl.store(taken_ptr, 0)
-    of = Units(
-        cu_seqlens_ptr=cu_seqlens_ptr, positions_ptr=checkpoint_positions_ptr, every=every,
-        N=N, T=T, M=M, units=units, rows=stride_gates_h, o_ptr=o_ptr, stride_o_t=stride_o_t,
-        GROUPS=HV, WIDTH=V, WARPS=1, TAILS=TAILS,
-    )  # fmt: skip
-    gates = Gates(
-        g_ptr=g_ptr, A_log_ptr=A_log_ptr, dt_bias_ptr=dt_bias_ptr, beta_ptr=beta_ptr,
-        beta_scale=beta_scale, stride_g_t=stride_g_t, stride_g_h=stride_g_h,
-        stride_beta_t=stride_beta_t, stride_beta_h=stride_beta_h, RAW_BETA=RAW_BETA,
-    )  # fmt: skip
-    number, seq, row, made, count = find_unit(of, gl.program_id(0))
-    head = number % HV
-    mbarrier.expect(bar, 2 * C * K, pred=count > 0)
-    async_load(k_desc, [row, head * K], bar, ag_smem, pred=count > 0)
-    async_load(k_desc, [row, head * K + COPY_WIDTH], bar, rest_smem, pred=count > 0)
-    token = gl.arange(0, C, by_token)
-    here = gates_from(gates, seq, row, of, stride_g_b, stride_beta_b)
-    raw_g, raw_beta = read_gates(here, token, head, count)
-    phase = number * 0
-    while count > 0:
-        next_number, next_seq, next_row, next_made, next_count = find_unit(
-            of, number + gl.num_programs(0)
+    head = pid % HV
+    unit = pid // HV
+    if TAILS:
+        tail = gl.maximum(unit - units, 0)
+        unit = gl.minimum(unit, units - 1)
+    seq, start, chunk, end = counted_span(unit, cu_seqlens_ptr, N, T, C)
+    row = start + chunk * C
+    made = row  # where the results for the chunk go
+    if TAILS:
+        if pid // HV >= units:
+            seq, row, end = tail_span(tail, cu_seqlens_ptr, checkpoint_positions_ptr, every, T, M)
+            made = stride_gates_h - N * M * C + tail * C
+    count = gl.minimum(end - row, C)
+    if (count > 0) & (seq >= N):  # tokens after the last sequence
+        zero_output(o_ptr + row.to(gl.int64) * stride_o_t + head * V, count, stride_o_t, V)
+    if (count > 0) & (seq < N):
+        mbarrier.expect(bar, 2 * C * K)
+        async_load(k_desc, [row, head * K], bar, k_smem)
+
+        batch = seq * 0
+        t = row
+        if cu_seqlens_ptr is None:
+            batch = seq
+            t = row - seq * T
+        beta_ptr += batch.to(gl.int64) * stride_beta_b + t.to(gl.int64) * stride_beta_t
+        if DECAY:
+            g_ptr += batch.to(gl.int64) * stride_g_b + t.to(gl.int64) * stride_g_t
+        gates = Gates(
+            g_ptr=g_ptr,
+            A_log_ptr=A_log_ptr,
+            dt_bias_ptr=dt_bias_ptr,
+            beta_ptr=beta_ptr,
+            beta_scale=beta_scale,
+            stride_g_t=stride_g_t,
+            stride_g_h=stride_g_h,
+            stride_beta_t=stride_beta_t,
+            stride_beta_h=stride_beta_h,
+            RAW_BETA=RAW_BETA,
         )
-        next_head = next_number % HV
-        if PREFETCH:
-            if next_count > 0:
-                prefetch_keys(k_ptr + next_head * K, next_row, next_count, stride_k_t, K, 1)
+        token = gl.arange(0, C, by_token)
+        raw_g, raw_beta = read_gates(gates, token, head, count)
+
+        gate_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        blocks_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        g2_smem = gl.allocate_shared_memory(gl.float32, [C], gate_layout)
+        beta_smem = gl.allocate_shared_memory(gl.float32, [C], gate_layout)
+        g2_blocks = reinterpret(g2_smem, gl.float32, [4, 16], blocks_layout)
+        beta_blocks = reinterpret(beta_smem, gl.float32, [4, 16], blocks_layout)
+        # in the memory of K, once K Kᵀ is made: Ag; diagonal blocks of K Kᵀ; A_d (in invert)
+        ag_smem = k_smem.slice(0, C, 1)
+        kk_blocks = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], kk_layout()).index(2)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        kk_rows = reinterpret(k_smem, gl.float32, [4, 4, 16, 16], plain).index(2)
+
         at = head.to(gl.int64) * stride_gates_h + made
-        token = gl.arange(0, C, by_token) + (number >> 31)  # 0: see heads_and_tokens
-        mbarrier.wait(bar, phase)
-        phase = phase ^ 1
+        mbarrier.wait(bar, 0)
         if count < C:  # other sequences' tokens may be NaN
             clear_rows(k_smem, count, K)
         kks = products_of_keys(k_smem, K)
@@ -183,34 +186,17 @@ def hopper_chunks_warp_kernel(
         barrier()
         a_d = invert_diagonal(kk_rows, beta_blocks)
         a = invert(kks, a_d, k_smem, beta_smem)
-        # Nobody reads the second half of the keys' memory any more: half of the next keys come
-        fence_async_shared()
-        barrier()
-        mbarrier.expect(bar, 2 * C * K, pred=next_count > 0)
-        column = next_head * K
-        async_load(k_desc, [next_row, column + COPY_WIDTH], bar, rest_smem, pred=next_count > 0)
-        here = gates_from(gates, next_seq, next_row, of, stride_g_b, stride_beta_b)
-        raw_g, raw_beta = read_gates(here, token, next_head, next_count)
         if hard:
             keep_ag(ag_smem, a, a_d, g2_smem, g2_blocks, DECAY, True)
         else:
             keep_ag(ag_smem, a, a_d, g2_smem, g2_blocks, DECAY, False)
-        fence_async_shared()
-        barrier()
         if count == C:
-            async_store(ag_desc, [made, head * C], ag_smem)
-            tma.store_wait(0)  # only until it has read shared memory
-        else:
-            store_rows(ag_ptr + (made.to(gl.int64) * HV + head) * C, ag_smem, count, HV)
             fence_async_shared()
+            async_store(ag_desc, [made, head * C], ag_smem)
+            tma.store_wait(0)
+        else:
             barrier()
-        async_load(k_desc, [next_row, column], bar, ag_smem, pred=next_count > 0)
-        number = next_number
-        head = next_head
-        seq = next_seq
-        row = next_row
-        made = next_made
-        count = next_count
+            store_rows(ag_ptr + (made.to(gl.int64) * HV + head) * C, ag_smem, count, HV)
 
 
 @gluon.jit
@@ -401,3 +387,16 @@ def store_rows(ag_ptr, ag_smem, count, HV: gl.constexpr):
         at = gl.expand_dims(rows * (HV * C), 1) + gl.expand_dims(columns, 0)
         x = ag_smem.slice(first, 16, 0).load(layout)
         gl.store(ag_ptr + at, x, mask=gl.expand_dims(rows < count, 1) & (at >= 0))
+
+
+@gluon.jit
+def zero_output(o_ptr, count, stride_o_t, V: gl.constexpr):
+    """Store zeros for ``count`` tokens that no sequence owns."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0])
+    columns = gl.arange(0, V, gl.SliceLayout(0, layout))
+    zeros = gl.zeros([16, V], o_ptr.dtype.element_ty, layout)
+    for first in range(0, count, 16):
+        rows = gl.arange(0, 16, gl.SliceLayout(1, layout)) + first
+        at = gl.expand_dims(rows.to(gl.int64) * stride_o_t, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < count, 1) & gl.expand_dims(columns < V, 0)
+        gl.store(o_ptr + at, zeros, mask=mask)

@@ -25,7 +25,6 @@ class Sizes:
     STAGES: gl.constexpr  # chunks whose tiles are in shared memory
     STATE_KV: gl.constexpr  # states are [K, V], not [V, K]
     OUTPUT: gl.constexpr  # else: the effect of a segment
-    EARLY: gl.constexpr  # whether the call's inputs are read before the wait
 
 
 @aggregate

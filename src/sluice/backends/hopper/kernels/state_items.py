@@ -111,8 +111,6 @@ def first_run(items, n):
 @gluon.jit
 def run_planner(args, sizes):
     """Take items until there are none."""
-    if not sizes.EARLY:
-        gdc_wait()
     programs = gl.num_programs(0)
     number = gl.program_id(0)
     n = 0
@@ -181,8 +179,6 @@ def write_item(args, sizes, number, n):
     flags = gl.where(live, LIVE, 0) | gl.where(has_source, HAS_SOURCE, 0)
     flags |= gl.where(write, WRITE, 0) | gl.where(is_split, IS_SPLIT, 0)
     flags |= gl.where(block < BLOCKS_V, VALUES, 0)  # the later blocks make transitions
-    if not sizes.EARLY:
-        marks = marks_of(args, head_k, row, gl.where(live, tokens, 0))
 
     at = n % RING * WORDS
     words = args.items.words
@@ -203,13 +199,12 @@ def write_item(args, sizes, number, n):
     put(words.index(at + BEFORE), row - start)
     barrier()
     mbarrier.arrive(args.items.ready.index(n % RING), count=1)
-    if sizes.EARLY:
-        gdc_wait()  # for the kernel that makes the marks
-        # from shared memory, because registers are few
-        live = (word(args.items, n, FLAGS, 1) & LIVE) != 0
-        tokens = gl.where(live, word(args.items, n, TOKENS, 1), 0)
-        head_k = word(args.items, n, HEAD_K, 1)
-        marks = marks_of(args, head_k, word(args.items, n, ROW, 1), tokens)
+    gdc_wait()  # for the kernel that makes the marks
+    # from shared memory, because registers are few
+    live = (word(args.items, n, FLAGS, 1) & LIVE) != 0
+    tokens = gl.where(live, word(args.items, n, TOKENS, 1), 0)
+    head_k = word(args.items, n, HEAD_K, 1)
+    marks = marks_of(args, head_k, word(args.items, n, ROW, 1), tokens)
     put(words.index(at + RUN), first_mark(marks, 1))  # the loader has no use for it
     barrier()
     mbarrier.arrive(args.items.counted.index(n % RING), count=1)

@@ -108,10 +108,9 @@ def hopper_state_kernel(
     OUTPUT: gl.constexpr,
     EVERY: gl.constexpr,  # without OUTPUT: for every segment, else for all but a sequence's last
     TAILS: gl.constexpr,  # whether a checkpoint may lie inside a chunk
-    EARLY: gl.constexpr,  # whether the call's inputs are read before the wait
 ):
     GROUPS: gl.constexpr = BLOCK_V // GROUP_V
-    sizes = Sizes(K, V, GROUPS, STAGES, STATE_KV, OUTPUT, EARLY)
+    sizes = Sizes(K, V, GROUPS, STAGES, STATE_KV, OUTPUT)
     tiles = allocate_tiles(k_desc, v_desc, ag_desc, sizes)
     factors = allocate_factors(STAGES)
     barriers = allocate_barriers(STAGES, GROUPS)
@@ -119,7 +118,7 @@ def hopper_state_kernel(
     fence_async_shared()
     # Nothing above reads or writes memory. Each role waits for the kernel before this one, and that
     # one let this one start only after its own wait: the kernels before it have ended. So what the
-    # call was given (EARLY: q, k, v, the first states, slots, lengths) may be read before the wait.
+    # call was given (q, k, v, the first states, slots, lengths) may be read before the wait.
     if checkpoint_slots_ptr is None:
         saves = PoolCheckpoints(
             None, None, None, None, None, None, None, None, None, None, None, False

@@ -49,8 +49,6 @@ class Columns:
 @gluon.jit
 def run_loader(args, sizes):
     """Load all chunks of the program's items."""
-    if not sizes.EARLY:
-        gdc_wait()
     items = args.items
     n = 0
     stage = 0
@@ -68,8 +66,7 @@ def run_loader(args, sizes):
             ahead = gl.minimum(chunks, sizes.STAGES)
             for chunk in range(ahead):
                 copy_inputs(args, at, sizes, row + chunk * C, tokens - chunk * C, chunk)
-            if sizes.EARLY:
-                gdc_wait()  # for the kernel that makes Ag and the gates
+            gdc_wait()  # for the kernel that makes Ag and the gates
         for chunk in range(chunks):
             t = row + chunk * C
             mbarrier.arrive(items.asked.index(0), count=1, pred=chunk + 1 == chunks)
