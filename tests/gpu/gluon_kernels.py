@@ -81,8 +81,8 @@ SPILLS: dict[str, int] = {}
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     SPILLS |= {
         "states, 128 columns, no norm": 112,
-        "states, 128 columns": 216,
-        "states, 128 columns, own states": 216,
+        "states, 128 columns": 208,
+        "states, 128 columns, own states": 208,
     }
     """With its newer ptxas: offsets of threads, of which a chunk loads a few words. Most of them
     come from an option that Triton sets around a fault of ptxas (docs/kernels/triton.md)."""

@@ -1,7 +1,4 @@
-"""The Gluon kernels compile for Hopper without one, with production's constants, and fit; plans.
-
-The state kernel reads what the call was given before it waits for the kernel before it.
-"""
+"""The Gluon kernels compile for Hopper without one, with production's constants, and fit; plans."""
 
 from __future__ import annotations
 
@@ -14,15 +11,13 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from sluice.backends import hopper
+
 from sluice.backends.hopper import prefill
 from sluice.backends.triton import interpreted
-from sluice.backends.triton import prefill as portable
 from sluice.layers import QwenShape
 from sluice.model_calls import ModelCalls
-from tests.gpu.cross import bound, compile_for, gpu_like, resources, sass
-from tests.gpu.gluon_kernels import KERNELS, SPILLS, hurried, kernel_call, spec
-from tests.gpu.passes import specs as pass_specs
+from tests.gpu.cross import compile_for, resources, sass
+from tests.gpu.gluon_kernels import KERNELS, SPILLS, hurried, kernel_call
 
 C = 64
 
@@ -73,44 +68,6 @@ def test_an_arrival_in_front_of_the_barrier_is_found():
     for meeting in ("bar.sync 3, 128;", "barrier.sync 1;", "bar.warp.sync -1;"):
         assert hurried("\n".join((store, meeting, arrive))) == []
         assert hurried("\n".join((meeting, store, arrive))) == [arrive]
-
-
-def before_states():
-    """Each launch of the state kernel, and the launch before it."""
-    with gpu_like("sm_90"):
-        plans = prefill.all_plans()
-        made = [prefill.planned_launches(spec(HV=HV), p) for HV in (16, 32) for p in plans]
-        first, second = pass_specs()
-        made.append(bound(first, hopper))
-        kept = second.kept._replace(shape=(made[-1]._workspace_bytes,))
-        made.append(bound(replace(second, kept=kept), hopper))
-    for launches in made:
-        for before, call in zip([None, *launches.calls], launches.calls, strict=False):
-            if call.kernel == prefill.STATE:
-                yield before
-
-
-def test_before_the_state_kernel_comes_a_kernel_of_the_same_call():
-    """Of a kernel of someone else's nothing is known, and the inputs may be what it makes."""
-    found = list(before_states())
-    assert len(found) > 2 * len(prefill.all_plans())
-    assert None not in found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(interpreted(), reason="the interpreter does not compile")
-def test_a_kernel_before_the_state_kernel_waits_and_then_allows_it():
-    """When the next kernel starts, all before this one have ended: nothing may come between."""
-    seen = {before.kernel: before for before in before_states()}
-    assert {prefill.CHUNKS, prefill.CHUNKS_WARP, portable.PREFILL_JOIN} <= set(seen)
-    for call in seen.values():
-        ptx = compile_for(call, "sm_90").asm["ptx"]
-        wait, allow = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-        assert ptx.count(wait) == ptx.count(allow) == 1
-        first = ptx[: ptx.index(allow)]
-        assert wait in first
-        for access in ("ld.global", "st.global", "cp.async", "red.", "atom."):
-            assert access not in first.partition(wait)[0]
 
 
 def packed(N: int, tokens: int, HV: int, *, batch_invariant: bool = False) -> Any:

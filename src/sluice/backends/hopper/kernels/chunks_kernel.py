@@ -114,7 +114,7 @@ def hopper_chunks_kernel(
     gate_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
 
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
-    gdc_launch_dependents()  # after the wait: see state_kernel.py
+    gdc_launch_dependents()
     pid = gl.program_id(0)
     if pid == 0:
         gl.store(taken_ptr, 0)

@@ -105,7 +105,7 @@ def hopper_chunks_warp_kernel(
     mbarrier.init(bar, count=1)
     fence_async_shared()
     gdc_wait()  # for the kernels before this one, which make q, k and the gates
-    gdc_launch_dependents()  # after the wait: see state_kernel.py
+    gdc_launch_dependents()
     pid = gl.program_id(0)
     if pid == 0:
         gl.store(taken_ptr, 0)

@@ -74,10 +74,9 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     # Whether there are registers for the next state before this one is stored
     AHEAD: gl.constexpr = OUTPUT and args.segments_ptr is None and not TAILS
     items = args.items
-    if not AHEAD:
-        gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
-        if GROUP == 0:
-            gdc_launch_dependents()
+    gdc_wait()  # for the kernels before this one: see begin in triton/kernels/math.py
+    if GROUP == 0:
+        gdc_launch_dependents()
     n = 0
     turns = 0
     stage = 0
@@ -85,10 +84,7 @@ def run_state(args, sizes, GROUP: gl.constexpr):
     wait_item(items, n)
     tokens = word(items, n, TOKENS, 4)
     if AHEAD:
-        S = load_state(args, n, sizes, GROUP)  # the call was given it: see state_kernel.py
-        gdc_wait()
-        if GROUP == 0:
-            gdc_launch_dependents()
+        S = load_state(args, n, sizes, GROUP)
     while tokens >= 0:
         if not AHEAD:
             S = load_state(args, n, sizes, GROUP)

@@ -111,6 +111,7 @@ def first_run(items, n):
 @gluon.jit
 def run_planner(args, sizes):
     """Take items until there are none."""
+    gdc_wait()
     programs = gl.num_programs(0)
     number = gl.program_id(0)
     n = 0
@@ -179,6 +180,8 @@ def write_item(args, sizes, number, n):
     flags = gl.where(live, LIVE, 0) | gl.where(has_source, HAS_SOURCE, 0)
     flags |= gl.where(write, WRITE, 0) | gl.where(is_split, IS_SPLIT, 0)
     flags |= gl.where(block < BLOCKS_V, VALUES, 0)  # the later blocks make transitions
+    hard_ptr = args.hard_ptr + head_k.to(gl.int64) * args.stride_gates_h + row
+    marks = load_marks(hard_ptr, gl.where(live, gl.cdiv(tokens, C), 0), 1)
 
     at = n % RING * WORDS
     words = args.items.words
@@ -199,12 +202,6 @@ def write_item(args, sizes, number, n):
     put(words.index(at + BEFORE), row - start)
     barrier()
     mbarrier.arrive(args.items.ready.index(n % RING), count=1)
-    gdc_wait()  # for the kernel that makes the marks
-    # from shared memory, because registers are few
-    live = (word(args.items, n, FLAGS, 1) & LIVE) != 0
-    tokens = gl.where(live, word(args.items, n, TOKENS, 1), 0)
-    head_k = word(args.items, n, HEAD_K, 1)
-    marks = marks_of(args, head_k, word(args.items, n, ROW, 1), tokens)
     put(words.index(at + RUN), first_mark(marks, 1))  # the loader has no use for it
     barrier()
     mbarrier.arrive(args.items.counted.index(n % RING), count=1)
@@ -231,13 +228,6 @@ def prefetch_state(state_ptr, first_v, BLOCK_V: gl.constexpr, sizes):
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
             "=r,l", [state_ptr + at], gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-
-
-@gluon.jit
-def marks_of(args, head_k, row, tokens):
-    """Whether a chunk is hard, for the first 256 chunks of ``tokens`` tokens; one warp."""
-    hard_ptr = args.hard_ptr + head_k.to(gl.int64) * args.stride_gates_h + row
-    return load_marks(hard_ptr, gl.cdiv(tokens, C), 1)
 
 
 @gluon.jit

@@ -116,9 +116,7 @@ def hopper_state_kernel(
     barriers = allocate_barriers(STAGES, GROUPS)
     items = allocate_items(GROUPS)
     fence_async_shared()
-    # Nothing above reads or writes memory. Each role waits for the kernel before this one, and that
-    # one let this one start only after its own wait: the kernels before it have ended. So what the
-    # call was given (q, k, v, the first states, slots, lengths) may be read before the wait.
+    # Nothing above reads or writes memory: each role waits for the kernels before this one.
     if checkpoint_slots_ptr is None:
         saves = PoolCheckpoints(
             None, None, None, None, None, None, None, None, None, None, None, False

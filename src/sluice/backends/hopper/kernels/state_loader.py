@@ -49,6 +49,7 @@ class Columns:
 @gluon.jit
 def run_loader(args, sizes):
     """Load all chunks of the program's items."""
+    gdc_wait()
     items = args.items
     n = 0
     stage = 0
@@ -65,15 +66,14 @@ def run_loader(args, sizes):
         if n == 0:  # no stage is in use yet: start the first copies before any gates are loaded
             ahead = gl.minimum(chunks, sizes.STAGES)
             for chunk in range(ahead):
-                copy_inputs(args, at, sizes, row + chunk * C, tokens - chunk * C, chunk)
-            gdc_wait()  # for the kernel that makes Ag and the gates
+                t = row + chunk * C
+                copy_chunk(args, at, sizes, t, t, tokens - chunk * C, chunk)
         for chunk in range(chunks):
             t = row + chunk * C
             mbarrier.arrive(items.asked.index(0), count=1, pred=chunk + 1 == chunks)
             if chunk >= ahead:
                 mbarrier.wait(args.barriers.stage_free.index(stage), phase)
-                copy_inputs(args, at, sizes, t, tokens - chunk * C, stage)
-            copy_ag(args, at, t, stage)
+                copy_chunk(args, at, sizes, t, t, tokens - chunk * C, stage)
             store_factors(args, at, t, tokens - chunk * C, stage)
             stage, phase = advance(stage, phase, sizes.STAGES)
         if args.saves.TAILS:
@@ -91,8 +91,7 @@ def run_loader(args, sizes):
                 if count > 0:
                     mbarrier.wait(args.barriers.stage_free.index(stage), phase)
                     tail_row = saves.tail_row + j * C
-                    copy_inputs(args, at, sizes, row + before * C, count, stage)
-                    copy_ag(args, at, tail_row, stage)
+                    copy_chunk(args, at, sizes, row + before * C, tail_row, count, stage)
                     store_factors(args, at, tail_row, count, stage)
                     stage, phase = advance(stage, phase, sizes.STAGES)
         mbarrier.arrive(items.asked.index(0), count=1, pred=chunks == 0)
@@ -122,10 +121,11 @@ def columns_of(args, sizes, n, flags):
 
 
 @gluon.jit
-def copy_inputs(args, at, sizes, t, left, stage):
-    """Start the TMA copies of k, q and v of a chunk from token ``t`` on.
+def copy_chunk(args, at, sizes, t, made, left, stage):
+    """Start the TMA copies of a chunk from token ``t`` on. They arrive at ``tiles_ready``.
 
-    They arrive at ``tiles_ready``, as ``copy_ag``'s. ``left``: tokens from ``t`` to the item's end.
+    ``made``: the row where the parallel half has put its results for the chunk. ``left``: tokens
+    from ``t`` to the end of the item.
     """
     K: gl.constexpr = sizes.K
     BLOCK_V: gl.constexpr = sizes.GROUPS * GROUP_V
@@ -145,13 +145,8 @@ def copy_inputs(args, at, sizes, t, left, stage):
         v_smem = args.tiles.v.index(stage * sizes.GROUPS + group)
         column = at.v + group * GROUP_V
         async_load(args.v_desc, [t, column], ready, v_smem, pred=at.has_values)
-
-
-@gluon.jit
-def copy_ag(args, at, made, stage):
-    """Start the copy of Ag, from the row where the parallel half has made it."""
-    ready = args.barriers.tiles_ready.index(stage)
-    async_load(args.ag_desc, [made, at.ag], ready, args.tiles.ag.index(stage))
+    ag_smem = args.tiles.ag.index(stage)
+    async_load(args.ag_desc, [made, at.ag], ready, ag_smem)
 
 
 @gluon.jit

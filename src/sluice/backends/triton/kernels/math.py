@@ -23,8 +23,8 @@ def begin():
 
     From Hopper on, a kernel's programs may be put on the SMs while the kernel before it still runs
     (programmatic dependent launch), which saves a microsecond between two kernels. A kernel must
-    not read or write memory before the wait. (Two do: backward_walk_kernel.py and state_kernel.py
-    in hopper/kernels say why they may.)
+    not read or write memory before the wait. (One does: hopper/kernels/backward_walk_kernel.py says
+    why it may.)
     """
     if cuda_capability_geq(9, 0):
         gdc_wait()
