@@ -47,8 +47,9 @@ def call(
     raw: bool = False,
     K: int = K,
     dtype: torch.dtype = torch.bfloat16,
+    kept: bool = False,
 ) -> Any:
-    """A prefill of 2,048 tokens."""
+    """A prefill of 2,048 tokens; ``kept``: with a checkpoint."""
     HK, HV = HEADS
     zeros = functools.partial(torch.zeros, device="meta")
     tokens = functools.partial(zeros, 1, 2048, dtype=dtype)
@@ -60,6 +61,9 @@ def call(
         options["beta"] = zeros(1, 2048, HV)
     if raw:
         options |= {"A_log": zeros(HV), "dt_bias": zeros(*gates)}
+    if kept:
+        slots = zeros(1, 1, dtype=torch.int64)
+        options["checkpoints"] = sluice.Checkpoints(slots, positions=slots)
     return sluice.prefill(tokens(HK, K), tokens(HK, K), tokens(HV, K), **options)
 
 

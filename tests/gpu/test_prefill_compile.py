@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from sluice.backends.triton import interpreted, prefill
-from tests.gpu.cross import SHARED, compile_for, loops, resources, sass, stack_accesses
+from tests.gpu.cross import (
+    SHARED,
+    compile_for,
+    gpu_like,
+    loops,
+    resources,
+    sass,
+    specs_of,
+    stack_accesses,
+)
 from tests.gpu.prefill_kernels import (
     CALLS,
     SPILLS,
     SPILLS_256,
     SPILLS_256_HARD,
     SPILLS_HARD,
+    call,
     launches,
 )
 
@@ -85,3 +97,17 @@ def test_the_loops_of_the_serial_half(name, spills, shared):
         if hard:
             usual, more = sorted(len(re.findall("HGMMA", loop)) for loop in found)
             assert usual < more, "hard chunks add Vd's second term"
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["plain", "with a checkpoint"])
+def test_in_float32_the_compiler_fuses_no_sum_of_the_state(kept):
+    """Which sums it fuses depends on the rest of the kernel: with a checkpoint on other ones than
+    without, so the same tokens would leave other bits."""
+    with gpu_like("sm_90") as device:
+        (spec,) = specs_of(functools.partial(call, dtype=torch.float32, K=32, kept=kept), device)
+        serial = [c for c in prefill.launches(spec).calls if "HARD" in c.arguments]
+        assert serial
+        for made in serial:
+            code = sass(compile_for(made, "sm_90"))
+            assert "FMUL" in code
+            assert "FFMA" not in code

@@ -70,14 +70,16 @@ class Plan(NamedTuple):
     num_warps: int
     stages: int
 
-    def config(self, hard: bool, device: torch.device) -> Config:
+    def config(self, hard: bool, p: DeltaSpec) -> Config:
         """How the serial kernels are compiled.
 
         Programs with hard chunks hold twice the operands: where two programs share an SM, they get
-        twice the warps, and an SM to themselves.
+        twice the warps, and an SM to themselves. In float32 the state is a sum outside of the
+        tensor cores: ptxas may not fuse it, or calls with and without checkpoints differ in bits.
         """
-        warps = 8 if hard and gpu.shares_sm(device) else self.num_warps
-        return Config(num_warps=warps, num_stages=self.stages, fp_fusion=True)
+        warps = 8 if hard and gpu.shares_sm(p.device) else self.num_warps
+        fused = p.dtype != torch.float32
+        return Config(num_warps=warps, num_stages=self.stages, fp_fusion=fused)
 
 
 def best_plan(p: DeltaSpec, processors: int) -> Plan:
@@ -302,7 +304,7 @@ def last_calls(
         kernel_call(
             PREFILL_STATE,
             units_of(p, segment, tail=False) * p.HV * configs.blocks(p.V, plan.BLOCK_V),
-            plan.config(hard, p.device),
+            plan.config(hard, p),
             p.device,
             **serial_arguments(p, memory, parts, plan),
             q_ptr=memory["q"],
@@ -370,7 +372,7 @@ def segment_calls(
         kernel_call(
             PREFILL_SEGMENTS,
             units_of(p, plan.segment, tail=False) * p.HV * blocks,
-            plan.config(hard, p.device),
+            plan.config(hard, p),
             p.device,
             **serial_arguments(p, memory, parts, plan),
             segments_ptr=segments,

@@ -2,8 +2,8 @@
 
 Arithmetic is float32. A product and a sum become one rounding where ``tl.fma`` says so. Kernels
 that must agree bit by bit (decode, verify, commit) are compiled with ``enable_fp_fusion`` off, so
-that nothing else is fused; ``conv_qkv``, ``step`` and prefill's serial kernels leave it on
-(``Config.fp_fusion``).
+that nothing else is fused; ``conv_qkv``, ``step`` and the serial kernels of 16-bit prefill leave it
+on (``Config.fp_fusion``).
 """
 
 from __future__ import annotations
