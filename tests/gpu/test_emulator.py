@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import sluice
 from sluice.backends import triton as backend
 from sluice.testing import cases
+from tests import test_drafts
 from tests.gpu.emulator import machine
 from tests.gpu.emulator.driver import emulated
 from tests.gpu.emulator.machine import EmulatorError, Kernel
@@ -46,6 +47,15 @@ def check(name, dtype, target="sm_80", backend="triton", change=str, **sizes):
 @pytest.mark.parametrize("name", ["decode/one", "causal_conv1d/odd_channels"])
 def test_compiled_kernels_are_right(name, dtype):
     assert check(name, dtype)
+
+
+@pytest.mark.parametrize("size", [(40, 33), (128, 8)], ids=str)
+def test_the_compiler_chooses_no_order_of_sums(size):
+    """What it knows of addresses decides which lanes hold which keys; no interpreter shows that."""
+    with emulated("sm_90") as driver:
+        for n in (1, 2):
+            test_drafts.test_bits_do_not_depend_on_how_tokens_lie("triton", size, n)
+    assert driver.launched
 
 
 def test_prefill_is_right_in_16_bits():

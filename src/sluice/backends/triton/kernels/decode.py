@@ -158,9 +158,12 @@ def advance(
 # A serving process changes these sizes from call to call, and these strides cannot make a load
 # wider: no variant of the kernel is compiled for their values.
 _FREE = ["N", "T", "pad_slot", "HV", "R_Q", "R_K", "inverse_HV", "inverse_R_Q", "inverse_R_K"]
-_FREE += [f"stride_{name}_{dim}" for name in ("v", "g", "beta", "o") for dim in "bth"]
+_FREE += [f"stride_{name}_{dim}" for name in ("q", "k", "v", "g", "beta", "o") for dim in "bth"]
 _FREE += ["states", "draft_tokens", "D", "stride_x_b", "stride_x_t"]
-_UNALIGNED = [*INDICES, *GATES, "v_ptr", "o_ptr"]
+# If the compiler knew the alignment of q, k or the draft's k, it would give a lane keys that lie
+# side by side, and |k| and |q| would be summed in another order: decode of a few tokens would then
+# differ in bits from verify, which stores k, or from a call whose tokens lie elsewhere.
+_UNALIGNED = [*INDICES, *GATES, "q_ptr", "k_ptr", "v_ptr", "o_ptr", "draft_k_ptr"]
 
 
 @triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
