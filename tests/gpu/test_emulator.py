@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import sluice
 from sluice.backends import triton as backend
 from sluice.testing import cases
-from tests import test_drafts
+from tests import draft_bits
 from tests.gpu.emulator import machine
 from tests.gpu.emulator.driver import emulated
 from tests.gpu.emulator.machine import EmulatorError, Kernel
@@ -54,7 +54,7 @@ def test_the_compiler_chooses_no_order_of_sums(size):
     """What it knows of addresses decides which lanes hold which keys; no interpreter shows that."""
     with emulated("sm_90") as driver:
         for n in (1, 2):
-            test_drafts.test_bits_do_not_depend_on_how_tokens_lie("triton", size, n)
+            draft_bits.check("triton", size, n)
     assert driver.launched
 
 

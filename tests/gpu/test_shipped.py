@@ -307,5 +307,5 @@ def test_shipped_kernels_run_where_triton_is_not_installed(kernels):
         "these kernels are not among the shipped ones, and the package triton is not installed"
     )
     assert decode == prefill == f"cpu {missing}"
-    assert misplaced == "needs k to begin at a multiple of 16 bytes"
+    assert misplaced == "needs state to begin at a multiple of 16 bytes"
     assert imported == "False"

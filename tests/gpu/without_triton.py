@@ -48,8 +48,9 @@ def main() -> None:
     for op, more in (("decode", {"state_layout": "kv"}), ("prefill", {})):
         other = sluice.explain(op, **decode(), **more)
         print(other.chosen, dict(other.refusals)["triton"])
-    shifted = torch.zeros(2 * 128 + 1, dtype=torch.float16)[1:].view(2, 1, 1, 128)
-    print(dict(sluice.explain("decode", **{**decode(), "k": shifted}).refusals)["triton"])
+    state = decode()["state"]
+    shifted = torch.zeros(state.numel() + 1, dtype=state.dtype)[1:].view(state.shape)
+    print(dict(sluice.explain("decode", **{**decode(), "state": shifted}).refusals)["triton"])
     print("triton.language" in sys.modules)
 
 
