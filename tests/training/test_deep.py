@@ -3,11 +3,14 @@
 Each layer rounds what it hands to its operators, so gradients are off even where operators are
 exact: no bound of one operator holds for the stack. What an operator adds shows beside the same
 stack with the ``reference`` operators, which compute in float32 and round once.
+
+Both are compared with a float64 stack that rounds nothing but its weights. If that stack rounded as
+the others do, it would agree with ``reference`` in every bit of the forward pass, for the float32
+errors there seldom change a rounding: only roundings of gradients would count against it.
 """
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
@@ -32,10 +35,13 @@ def weights(seed: int) -> list[dict[str, torch.Tensor]]:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=gen)
 
+    def short(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).float()
+
     return [
         {
-            "into": randn(HIDDEN, sum(SIZES)) / HIDDEN**0.5, "conv": 0.5 * randn(D, 4),
-            "A_log": randn(HV), "dt_bias": 0.3 * randn(HV), "norm": 1 + 0.1 * randn(K),
+            "into": randn(HIDDEN, sum(SIZES)) / HIDDEN**0.5, "conv": short(0.5 * randn(D, 4)),
+            "A_log": randn(HV), "dt_bias": 0.3 * randn(HV), "norm": short(1 + 0.1 * randn(K)),
             "out": randn(HV * K, HIDDEN) / (HV * K) ** 0.5,
         }
         for _ in range(LAYERS)
@@ -43,9 +49,8 @@ def weights(seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def rounded(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """bfloat16; in float64, float64 numbers with as few bits."""
-    y = x.to(torch.bfloat16)
-    return y if wide == torch.float32 else y.to(wide)
+    """bfloat16, but in float64 as it is."""
+    return x.to(torch.bfloat16) if wide == torch.float32 else x
 
 
 def gradients(seed: int, wide: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
@@ -83,10 +88,12 @@ def errors(seed: int, backend: str, exact: dict[str, torch.Tensor]) -> list[floa
 @pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning")
 @pytest.mark.parametrize("backend", [b for b in backends("prefill_backward") if b in MORE])
 def test_operators_add_no_error_to_four_layers_that_their_rounding_does_not(backend):
-    ratios = []
+    ours, best = [], []  # by draw and weight
     for seed in SEEDS:
         exact = gradients(seed, torch.float64, "reference")
-        pairs = zip(errors(seed, backend, exact), errors(seed, "reference", exact), strict=True)
-        ratios += [ours / best for ours, best in pairs]
-    assert statistics.geometric_mean(ratios) < MORE[backend]
-    assert max(ratios) < 2 * MORE[backend]  # of one weight in one draw
+        ours.append(errors(seed, backend, exact))
+        best.append(errors(seed, "reference", exact))
+    ratios = torch.tensor(ours, dtype=torch.float64) / torch.tensor(best, dtype=torch.float64)
+    assert ratios.log().mean().exp() < MORE[backend]
+    # of one weight, over the draws: in one draw, four numbers may be near by luck
+    assert ratios.log().mean(0).exp().max() < 1.5 * MORE[backend]

@@ -99,6 +99,7 @@ static void add_accesses(const std::string& space) {
     add_access<SPACE, int8_t, i64>(space, "8.64s");
     add_access<SPACE, u16, u16>(space, "16.16");
     add_access<SPACE, u16, u32>(space, "16.32");
+    add_access<SPACE, u16, u64>(space, "16.64");
     add_access<SPACE, u32, u32>(space, "32.32");
     add_access<SPACE, u32, u64>(space, "32.64");
     add_access<SPACE, i32, i64>(space, "32.64s");
