@@ -41,6 +41,6 @@ def check(backend: str, size: tuple[int, int], n: int) -> None:
             some = {name: part[i : i + step] for name, part in call.items()}
             at = slots[i : i + step].clone()
             o2, _ = sluice.decode(**some, state=got, slots=at, **options)
-            if backend == "triton":  # one kernel; the contract promises it of states alone
+            if backend != "reference":  # the contract promises it of states alone
                 assert_same_bits(o2, o[i : i + step, :n], f"o of {step} rows from {i} on")
         assert_same_bits(got, want, f"states, {step} rows at a time")

@@ -26,17 +26,20 @@ from sluice.backends.cpu.operands import (
     load_key_gates,
     make_operands,
     make_work,
+    padded_tokens,
 )
 from sluice.backends.cpu.params import PARAMS
-from sluice.backends.cpu.scratch_rows import deal_row, gather_row, round_up, store_row
+from sluice.backends.cpu.scratch_rows import deal_row, round_up, store_row
 from sluice.backends.cpu.simd import pointer
 from sluice.backends.cpu.state import (
     block_floats,
     head_at,
     is_direct,
     load_block,
+    load_dealt,
     pass_through,
     store_block,
+    store_dealt,
 )
 from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.tokens import (
@@ -75,17 +78,19 @@ def is_one_token(p, w, m):
 
 @jit
 def deal_keys(p, w, m):
-    """Where rows of the state come dealt (tiles.py), deal k and q in the same way, at w.kq_raw.
-
-    That is so for one token on a bfloat16 state, in every path, so that all have the same bits.
-    """
-    if is_dealt(p, w, m):
-        deal_row(w.kq_raw, w.kq, 2 * p.K)
+    """Where rows of the state come dealt (tiles.py), deal k and q in the same way, at w.kq_raw."""
+    if is_dealt(p, w):
+        deal_row(w.kq_raw, w.kq, 2 * padded_tokens(m) * p.K)
 
 
 @jit
-def is_dealt(p, w, m):
-    return p.state_code == BF16 and is_one_token(p, w, m)
+def is_dealt(p, w):
+    """Whether every path sums dealt rows: bfloat16 states that one_token.py serves.
+
+    It does not depend on the number of tokens. Verify reads a state for all tokens of a draft, of
+    which commit may accept one, and decode of that one must have left the same bits.
+    """
+    return p.state_code == BF16 and w.readers == 1 and p.one_token != 0
 
 
 @jit
@@ -196,7 +201,7 @@ def head_runner(many: bool) -> Function:
         K, V, n = p.K, p.V, round_up(p.K, LANES)
         keep = write != NOWHERE
         source, target = head_at(p, read, head), head_at(p, write if keep else read, head)
-        direct, dealt = is_direct(p) and read != NOWHERE, is_dealt(p, w, m)
+        direct, dealt = is_direct(p) and read != NOWHERE, is_dealt(p, w)
         memory = pointer(p.state, F32)
         batch, start = token // max(p.T, 1), token % max(p.T, 1)
         for v0 in range(0, V, BLOCK_V):
@@ -206,9 +211,10 @@ def head_runner(many: bool) -> Function:
                 step = v0 if p.kv else v0 * K
                 s, to, ld = memory + source + step, memory + target + step, V if p.kv else K
             else:
-                load_block(p, w.tile, source, v0, read == NOWHERE)
                 if dealt:
-                    deal_row(w.tile, w.tile, BLOCK_V * K)
+                    load_dealt(p, w.tile, source, v0, read == NOWHERE)
+                else:
+                    load_block(p, w.tile, source, v0, read == NOWHERE)
                 s, to, ld = w.tile, w.tile, BLOCK_V if p.kv else n
             if p.kv:
                 soon = address_of(memory + source + K * (V + v0))  # of the next head
@@ -220,8 +226,9 @@ def head_runner(many: bool) -> Function:
                 vk(p, w, s, ld, to, ld, soon, n, v0, m, keep)
             if keep and not direct:
                 if dealt:
-                    gather_row(w.tile, w.tile, BLOCK_V * K)
-                store_block(p, w.tile, target, v0)
+                    store_dealt(p, w.tile, target, v0)
+                else:
+                    store_block(p, w.tile, target, v0)
             if p.draft_d != 0 and w.draft != NOWHERE:
                 _keep_corrections(p, w, head, v0, m)
 
@@ -229,8 +236,10 @@ def head_runner(many: bool) -> Function:
     def run_head(p, w, read, write, head, token, m):
         """All blocks of one head: outputs to w.o, the state to its write slot, d to the draft."""
         keys = w.kq
-        if is_dealt(p, w, m):
+        if is_dealt(p, w):
             w.kq = w.kq_raw
+            if m > 1 and write != NOWHERE:
+                deal_row(w.k_out, w.k_out, padded_tokens(m) * p.K)
         if not _in_place(p, w, read, write, head, m):
             by_blocks(p, w, read, write, head, token, m)
         w.kq = keys

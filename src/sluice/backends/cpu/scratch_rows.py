@@ -12,7 +12,6 @@ from sluice.backends.cpu.memory import read_int
 from sluice.backends.cpu.simd import fma, get, load, plain_nan, pointer, put, splat, store
 from sluice.backends.cpu.tiles import (
     dealt,
-    gathered,
     load_rows,
     pick,
     prefetch,
@@ -144,13 +143,6 @@ def deal_factors(row, n):
         both = dealt(load_rows(row, i, LANES, 2))
         store(row, i, plain_nan(pick(both, 0)))
         store(row, i + LANES, plain_nan(pick(both, 1)))
-
-
-@jit
-def gather_row(dst, src, n):
-    """What `deal_row` dealt, in its order."""
-    for i in range(0, n, 2 * LANES):
-        store_rows(dst, i, LANES, gathered(load_rows(src, i, LANES, 2)))
 
 
 @jit_inline

@@ -10,10 +10,10 @@ from __future__ import annotations
 from sluice.backends.cpu.addressing import NOWHERE
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit
-from sluice.backends.cpu.llvm import F32, LANES
+from sluice.backends.cpu.llvm import BF16, F32, LANES
 from sluice.backends.cpu.scratch_rows import fill, load_row, read, round_up, store_row, write
-from sluice.backends.cpu.simd import get, put
-from sluice.backends.cpu.tiles import load_rows, store_rows, transposed
+from sluice.backends.cpu.simd import get, pointer, put
+from sluice.backends.cpu.tiles import load_rows, load_runs, store_rows, store_runs, transposed
 
 
 @jit
@@ -74,6 +74,24 @@ def store_block(p, tile, at, v0):
             return
         for r in range(width):
             store_row(p.state, p.state_code, at + (v0 + r) * K, tile + r * n, K)
+
+
+@jit
+def load_dealt(p, tile, at, v0, fresh):
+    """`load_block` of rows of bfloat16, of whole pairs of vectors, which come dealt (tiles.py)."""
+    count = 0 if fresh else min(BLOCK_V, p.V - v0) * p.K
+    rows = pointer(p.state, BF16) + at + v0 * p.K
+    for i in range(0, count, 2 * LANES):
+        store_rows(tile, i, LANES, load_runs(rows, i, 0, 1, 2))
+    fill(tile + count, BLOCK_V * p.K - count, 0.0)
+
+
+@jit
+def store_dealt(p, tile, at, v0):
+    """`store_block` of what `load_dealt` loads."""
+    rows = pointer(p.state, BF16) + at + v0 * p.K
+    for i in range(0, min(BLOCK_V, p.V - v0) * p.K, 2 * LANES):
+        store_runs(rows, i, 0, load_rows(tile, i, LANES, 2), 1, 0)
 
 
 @jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sluice.backends import Launch
 from sluice.backends.cpu.addressing import NOWHERE, span, state_rows, state_slot
-from sluice.backends.cpu.decode import deal_keys, head_runner, kv_block, vk_block
+from sluice.backends.cpu.decode import deal_keys, head_runner, is_dealt, kv_block, vk_block
 from sluice.backends.cpu.delta import BLOCK_V
 from sluice.backends.cpu.jit import jit, named
 from sluice.backends.cpu.kernel import Kernel
@@ -31,7 +31,15 @@ from sluice.backends.cpu.operands import (
 from sluice.backends.cpu.params import PARAMS
 from sluice.backends.cpu.scratch_rows import fill, round_up
 from sluice.backends.cpu.simd import pointer
-from sluice.backends.cpu.state import block_floats, head_at, is_direct, load_block, store_block
+from sluice.backends.cpu.state import (
+    block_floats,
+    head_at,
+    is_direct,
+    load_block,
+    load_dealt,
+    store_block,
+    store_dealt,
+)
 from sluice.backends.cpu.threads import tasks_of
 from sluice.backends.cpu.tokens import (
     load_keys,
@@ -69,8 +77,14 @@ def _many(p, w, seq, read, head, m):
     K, V, n = p.K, p.V, round_up(p.K, LANES)
     source, direct, memory = head_at(p, read, head), is_direct(p), pointer(p.state, F32)
     ld, far = BLOCK_V if p.kv else n, V if p.kv else K
+    keys, dealt = w.kq, is_dealt(p, w)
+    if dealt:
+        w.kq = w.kq_raw
     for v0 in range(0, V, BLOCK_V):
-        load_block(p, w.tile, source, v0, read == NOWHERE)
+        if dealt:
+            load_dealt(p, w.tile, source, v0, read == NOWHERE)
+        else:
+            load_block(p, w.tile, source, v0, read == NOWHERE)
         soon = address_of(memory + source + (K * (V + v0) if p.kv else (v0 + BLOCK_V) * K))
         if p.kv:
             kv_block(p, w, w.tile, ld, w.tile, ld, soon, n, v0, m, False)
@@ -86,8 +100,12 @@ def _many(p, w, seq, read, head, m):
                     fold(p, w, w.tile, ld, to, far, soon, t + 1)
                 else:
                     fold(p, w, w.tile, ld, w.block, ld, soon, t + 1)
-                    store_block(p, w.block, target, v0)
+                    if dealt:
+                        store_dealt(p, w.block, target, v0)
+                    else:
+                        store_block(p, w.block, target, v0)
             fill(w.d + t * BLOCK_V, BLOCK_V, 0.0)  # the states before know nothing of token t
+    w.kq = keys
 
 
 @jit
