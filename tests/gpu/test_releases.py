@@ -51,6 +51,7 @@ CALLS = (
     "conv",
     "conv of one token",
     "conv_qkv",
+    "conv_qkv, checkpoints",
     "norm",
 )
 """Of tests/gpu/calls.py."""
