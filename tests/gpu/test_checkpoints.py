@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 import sluice
 from sluice.testing import compare
+from tests import checkpoint_bits
 from tests.gpu.prompts import BACKENDS, Prompts
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +37,13 @@ KINDS = [
     if backend == "hopper" or every in (64, 256)
 ]
 """Triton's kernels have these bits where checkpoints lie between chunks of 64 tokens."""
+
+
+@pytest.mark.parametrize("size", [(16, 16), (32, 16), (40, 33), (128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("per_key", [False, True], ids=["decay per head", "per key"])
+def test_on_triton_chunks_that_end_early_agree_with_checkpoints(dtype, size, per_key):
+    checkpoint_bits.check("triton", dtype, size, per_key=per_key)
 
 
 @pytest.mark.parametrize(("backend", "every"), KINDS)

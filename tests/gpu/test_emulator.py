@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import sluice
 from sluice.backends import triton as backend
 from sluice.testing import cases
-from tests import draft_bits
+from tests import checkpoint_bits, draft_bits
 from tests.gpu.emulator import machine
 from tests.gpu.emulator.driver import emulated
 from tests.gpu.emulator.machine import EmulatorError, Kernel
@@ -55,6 +55,14 @@ def test_the_compiler_chooses_no_order_of_sums(size):
     with emulated("sm_90") as driver:
         for n in (1, 2):
             draft_bits.check("triton", size, n)
+    assert driver.launched
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_checkpoint_has_the_bits_of_a_call_that_ended_there(dtype):
+    """Sums over a chunk's tokens are rounded by the order in which lanes meet."""
+    with emulated("sm_90") as driver:
+        checkpoint_bits.check("triton", dtype, (32, 16), heads=3)
     assert driver.launched
 
 

@@ -172,7 +172,8 @@ def prefill_products_kernel(
         zero_tail(o_ptr, t, end, head_k, stride_o_t, stride_o_h, R_K * READERS, V)
         return
     offs_c = tl.arange(0, C)
-    rows = offs_c < tl.minimum(end - t, C).to(tl.int32)
+    left = tl.minimum(end - t, C).to(tl.int32)
+    rows = offs_c < left
     token = batch * T + t  # in the workspace
     lower = offs_c[:, None] >= offs_c[None, :]
     q_ptr += batch * stride_q_b
@@ -209,7 +210,9 @@ def prefill_products_kernel(
             )  # fmt: skip
             tl.store(g2_ptr + of_value + offs_c, g2, mask=rows)
             decay_in = tl.exp2(g2)
-            decay_out = tl.exp2(tl.sum(tl.where(offs_c == C - 1, g2, 0.0)) - g2)
+            # of the last token, not of C - 1: cumsum may round that sum in another order, and a
+            # checkpoint after this token has no other sum
+            decay_out = tl.exp2(tl.sum(tl.where(offs_c == left - 1, g2, 0.0)) - g2)
             qkg = qkg * tl.exp2(tl.where(lower, g2[:, None] - g2[None, :], 0.0))
         if decay_in_ptr is not None:
             tl.store(decay_in_ptr + of_value + offs_c, decay_in * r_k, mask=rows)
