@@ -58,11 +58,12 @@ def test_the_compiler_chooses_no_order_of_sums(size):
     assert driver.launched
 
 
+@pytest.mark.parametrize("per_key", [False, True], ids=["decay per head", "per key"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_checkpoint_has_the_bits_of_a_call_that_ended_there(dtype):
+def test_a_checkpoint_has_the_bits_of_a_call_that_ended_there(dtype, per_key):
     """Sums over a chunk's tokens are rounded by the order in which lanes meet."""
     with emulated("sm_90") as driver:
-        checkpoint_bits.check("triton", dtype, (32, 16), heads=3)
+        checkpoint_bits.check("triton", dtype, (32, 16), heads=3, per_key=per_key)
     assert driver.launched
 
 

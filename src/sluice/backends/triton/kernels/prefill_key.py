@@ -278,9 +278,10 @@ def prefill_key_kernel(
                 n = position - (t - start)  # tokens of this chunk before the checkpoint
                 if (n > 0) & (n <= C) & (t + n <= end):
                     kept = tl.load(checkpoint_slots_ptr + seq * M + j).to(tl.int64)
+                    # no bound by 0: below there is none, and a last checkpoint has the same bits
                     before = (offs_c < n)[:, None]
                     g2_n = tl.sum(tl.where(before, g, 0.0), axis=0)
-                    decay_n = tl.exp2(tl.minimum(g2_n[None, :] - g2, 0.0))
+                    decay_n = tl.exp2(tl.where(before, g2_n[None, :] - g2, 0.0))
                     keys = tl.trans(tl.where(before, k * decay_n, 0.0))
                     S_n = exact_dot(keys, d, S * tl.exp2(g2_n)[:, None])
                     saved = state_ptr + kept * stride_state_p + in_pool
