@@ -10,24 +10,31 @@ from sluice.testing.compare import assert_same_bits
 from tests.suite import DEVICE
 
 
-def check(backend: str, size: tuple[int, int], n: int) -> None:
+def check(
+    backend: str,
+    size: tuple[int, int],
+    n: int,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.bfloat16,
+    layout: str = "vk",
+) -> None:
     """Tokens in views with odd strides, copied, and one row at a time: the same bits.
 
     A state of 16 bits hides most differences of float32, so many rows are compared, and outputs.
     """
     gen = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen).to(DEVICE)
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=gen).to(DEVICE, dtype)
 
     (K, V), rows, T = size, 48, 4
-    x = random(rows, T, 2 * K + V + 1)[..., 1 : 1 + 2 * K + V]
+    x = random(rows, T, 2 * K + V + 1, dtype=dtype)[..., 1 : 1 + 2 * K + V]
     q, k, v = (part.unflatten(-1, (1, -1)) for part in x.split((K, K, V), -1))
     gates = {"g": -random(rows, T, 1).abs(), "beta": random(rows, T, 1).sigmoid()}
     views = {"q": q, "k": k, "v": v, **gates}
-    options = {"normalize_qk": True, "backend": backend}
+    options = {"normalize_qk": True, "backend": backend, "state_layout": layout}
     slots = torch.arange(rows, device=DEVICE)
-    pool = random(rows, 1, V, K).to(torch.bfloat16)
+    pool = random(rows, 1, *((V, K) if layout == "vk" else (K, V)), dtype=state_dtype)
     want = pool.clone()
     o, draft = sluice.verify(**views, state=want, slots=slots, **options)
     sluice.commit(draft, torch.full_like(slots, n), backend=backend)

@@ -58,6 +58,15 @@ def test_the_compiler_chooses_no_order_of_sums(size):
     assert driver.launched
 
 
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float32_states_keep_that_order_though_the_compiler_knows_of_alignment(dtype, layout):
+    with emulated("sm_90") as driver:
+        draft_bits.check("triton", (128, 8), 2, dtype, torch.float32, layout)
+    told = [m for m in driver.launched if m.kernel == "decode_kernel"]
+    assert told, "the kernel that is told of alignment"
+
+
 @pytest.mark.parametrize("per_key", [False, True], ids=["decay per head", "per key"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_checkpoint_has_the_bits_of_a_call_that_ended_there(dtype, per_key):

@@ -360,17 +360,27 @@ def test_an_address_that_is_no_multiple_of_16_gets_machine_code_of_its_own(drive
     given = plain()
     sluice.decode(**given)
     assert driver.loaded == ["decode_kernel"]
-    elsewhere = {"state": later(given["state"])}
-    for change in (elsewhere, elsewhere, {}):
-        sluice.decode(**{**given, **change})
-        address = change.get("state", given["state"]).data_ptr()
-        assert driver.launched[-1].arguments["state_ptr"] == address
-    assert driver.loaded == ["decode_kernel"] * 2
+    for elsewhere in ({"q": later(given["q"])}, {"state": later(given["state"])}):
+        for change in (elsewhere, elsewhere, {}):
+            sluice.decode(**{**given, **change})
+            address = change.get("q", given["q"]).data_ptr()
+            assert driver.launched[-1].arguments["q_ptr"] == address
+    assert driver.loaded == ["decode_kernel"] * 3
 
 
-@pytest.mark.parametrize("name", ["slots", "g", "beta", "q", "k"])
-def test_indices_gates_and_tokens_may_begin_anywhere(driver, name):
+@pytest.mark.parametrize("name", ["slots", "g", "beta"])
+def test_indices_and_gates_may_begin_anywhere(driver, name):
     given = {**decode_calls()["slots"], "backend": "triton"}
+    sluice.decode(**given)
+    sluice.decode(**{**given, name: later(given[name])})
+    assert driver.loaded == ["decode_kernel"]
+    assert driver.launched[1].arguments[f"{name}_ptr"] % 16 != 0
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_beside_16_bit_states_tokens_may_begin_anywhere(driver, name):
+    given = {**decode_calls()["slots"], "backend": "triton"}
+    given["state"] = given["state"].half()
     sluice.decode(**given)
     sluice.decode(**{**given, name: later(given[name])})
     assert driver.loaded == ["decode_kernel"]

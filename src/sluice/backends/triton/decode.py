@@ -9,6 +9,7 @@ from sluice.contract.draft_spec import VerifySpec
 from sluice.contract.spec import DeltaSpec
 
 DECODE = Kernel("sluice.backends.triton.kernels.decode", "decode_kernel")
+DECODE_UNALIGNED = Kernel("sluice.backends.triton.kernels.decode", "decode_unaligned_kernel")
 
 
 def launches(spec: DeltaSpec) -> Launches:
@@ -27,7 +28,7 @@ def launches(spec: DeltaSpec) -> Launches:
     if copied is not None:
         x_strides |= memory.strides("conv_inputs", "btd", "x")
     call = kernel_call(
-        DECODE,
+        DECODE if 32 * config.num_warps >= config.PIECE_K else DECODE_UNALIGNED,
         p.N * p.HV * blocks,
         config,
         p.device,
