@@ -14,20 +14,17 @@ FLA's ``chunk_kda`` as the peer.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib
 import itertools
-import json
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import in_turn
 import torch
 from torch import Tensor
 
@@ -176,12 +173,11 @@ def child(heads: str, lengths: list[str], lock: Path, *, per_key: bool) -> None:
             if notes[side]:
                 del sides[side]
         ready.append((name, x, sides, {s: n for s, n in notes.items() if n}))
-    print("ready", flush=True)
-    with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with in_turn.turn(lock):
         for name, x, sides, notes in ready:
-            row = {"heads": heads, "lengths": name, "times": timed(sides, x), "notes": notes}
-            print(json.dumps(row), flush=True)
+            in_turn.tell(
+                {"heads": heads, "lengths": name, "times": timed(sides, x), "notes": notes}
+            )
 
 
 def table(rows: list[dict[str, Any]], peer: str) -> None:
@@ -224,17 +220,10 @@ def main() -> None:
         peer_environment.for_peers()
     for name, value in conditions(torch.device("cuda"), torch.get_num_threads()).items():
         print(f"{name}: {value}")
-    began, children = time.monotonic(), []
-    with tempfile.NamedTemporaryFile() as lock, Path(lock.name).open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # nobody times while others compile
-        for heads in given.heads or (PER_KEY_HEADS if given.per_key else HEADS):
-            line = [sys.executable, __file__, "--heads", heads, "--lengths", *given.lengths]
-            line += ["--child", lock.name, *["--per-key"] * given.per_key]
-            children.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
-        for started in children:
-            started.stdout.readline()  # it is ready, or it has ended
-        fcntl.flock(held, fcntl.LOCK_UN)
-        rows = [json.loads(y) for c in children for y in c.stdout]
+    began = time.monotonic()
+    line = [sys.executable, __file__, *["--per-key"] * given.per_key, "--lengths", *given.lengths]
+    all_heads = given.heads or (PER_KEY_HEADS if given.per_key else HEADS)
+    rows = list(in_turn.rows([[*line, "--heads", heads] for heads in all_heads]))
     table(rows, "FLA" if given.per_key else "FlashInfer")
     print(f"{time.monotonic() - began:.0f} s")
 

@@ -3,24 +3,28 @@
 python benchmarks/gpu_training.py            # one line per shape, checked before it is timed
 python benchmarks/gpu_training.py --kernels  # and microseconds of each kernel of the backward
 python benchmarks/gpu_training.py --plans    # each kernel of the backward, cut in other ways
-python benchmarks/gpu_training.py --peers    # FLA and FlashQLA where they are installed and run
+python benchmarks/gpu_training.py --peers    # beside FLA and FlashQLA where they are installed
 python benchmarks/gpu_training.py --backend triton  # any of these, on this backend alone
 
 Gradients are compared with those of the chunked backward in float64: what is off by more than
 LIMIT is not timed. Queries and keys come with length one, as in what FlashQLA publishes.
 """
-# ruff: noqa: T201 (a table on the terminal)
+# ruff: noqa: T201, TID251 (a table on the terminal; the environment of other processes)
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import in_turn
 import torch
 from torch import Tensor
 
@@ -286,45 +290,74 @@ def plans(name: str, backend: str) -> None:
 # -- peers --------------------------------------------------------------------------------------
 
 
-PEERS = {"FLA": "fla.ops.gated_delta_rule", "FlashQLA": "flash_qla"}
+SIDES = {"sluice": None, "FLA": "fla.ops.gated_delta_rule", "FlashQLA": "flash_qla"}
 
 
-def output_of(package: str, x: Inputs) -> Tensor:
-    """A peer's forward pass."""
+def output_of(package: str | None, x: Inputs) -> Tensor:
+    """A side's forward pass; sluice's own if no package is named."""
+    if package is None:
+        o, _ = sluice.prefill(*x.leaves, cu_seqlens=x.bounds)
+        return o
     bounds = None if x.bounds is None else x.bounds.long()
     o, _ = importlib.import_module(package).chunk_gated_delta_rule(*x.leaves, cu_seqlens=bounds)
     return o
 
 
 def gradients_of(o: Tensor, x: Inputs) -> tuple[Tensor, ...]:
-    """A peer's backward pass, which may be called again."""
+    """A side's backward pass, which may be called again."""
     return torch.autograd.grad(o, x.leaves, x.do, retain_graph=True)
 
 
-def peer_rows(names: Sequence[str]) -> list[str]:
-    """Each peer that runs here, checked: backward and both by a graph, and both eager."""
+def both_of(package: str | None, x: Inputs) -> tuple[Tensor, ...]:
+    return gradients_of(output_of(package, x), x)
+
+
+def without_gradients(package: str | None, x: Inputs) -> None:
+    with torch.no_grad():
+        output_of(package, x)
+
+
+def child(title: str, name: str, lock: Path) -> None:
+    """One side of one row: it compiles beside the others, then it is checked and timed alone."""
+    package, x, failed = SIDES[title], inputs(SHAPES[name]), ""
+    try:
+        both_of(package, x)
+        torch.cuda.synchronize()
+    except Exception as error:
+        failed = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+    torch.cuda.empty_cache()
+    with in_turn.turn(lock):
+        row: dict[str, Any] = {"side": title, "shape": name, "note": failed, "times": None}
+        if not failed:
+            o = output_of(package, x)
+            off, row["note"] = worst(gradients_of(o, x), exact(x))
+            if off <= LIMIT:
+                row["times"] = [
+                    milliseconds(partial(without_gradients, package, x), True),
+                    milliseconds(partial(gradients_of, o, x), True),
+                    milliseconds(partial(both_of, package, x), True),
+                    milliseconds(partial(both_of, package, x), False),
+                ]
+        in_turn.tell(row)
+
+
+def peer_rows(names: Sequence[str], fla_triton: str | None) -> None:
+    """Every side of each row in a process of its own, checked before it is timed."""
     peer_environment.for_peers()
-    lines = []
-    for title, package in PEERS.items():
-        for name in names:
-            x = inputs(SHAPES[name])
-            try:
-                o = output_of(package, x)
-                off, text = worst(gradients_of(o, x), exact(x))
-                cells = [text]
-                if off <= LIMIT:
-                    times = [milliseconds(partial(gradients_of, o, x), True)]
-                    for graph in (True, False):
-                        both = lambda: gradients_of(output_of(package, x), x)  # noqa: B023, E731
-                        times.append(milliseconds(both, graph))
-                    cells = [*(f"{t:.3f}" for t in times), text]
-            except Exception as error:
-                cells = [f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"]
-            lines.append(f"| {title}, {name} | " + " | ".join(cells) + " |")
-            print(lines[-1], flush=True)
-            if "ModuleNotFound" in cells[0]:
-                break
-    return lines
+    sides = [(title, name) for name in names for title in SIDES]
+    line = [sys.executable, __file__, "--side"]
+    environments = []
+    for title, _ in sides:
+        path = os.environ.get("PYTHONPATH", "")
+        first = f"{fla_triton}{os.pathsep}" if title == "FLA" and fla_triton else ""
+        environments.append({**os.environ, "PYTHONPATH": first + path})
+    print("| heads, tokens | by | forward | backward | both | both, eager | worst |")
+    print("|---|---|---|---|---|---|---|")
+    commands = [[*line, title, "--shapes", name] for title, name in sides]
+    for row in in_turn.rows(commands, environments):
+        cells = ["-"] * 4 if row["times"] is None else [f"{t:.3f}" for t in row["times"]]
+        told = " | ".join([row["shape"], row["side"], *cells, row["note"]])
+        print(f"| {told} |", flush=True)
 
 
 def main() -> None:
@@ -333,9 +366,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--backend", choices=("hopper", "triton"))
+    parser.add_argument(
+        "--fla-triton", metavar="DIR", help="another Triton for FLA: it refuses 3.4 to 3.7.0"
+    )
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--child", metavar="LOCK", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     with sluice.use_backend(chosen.backend):
-        run(chosen)
+        if chosen.child:
+            child(chosen.side, chosen.shapes[0], chosen.child)
+        else:
+            run(chosen)
 
 
 def run(chosen: argparse.Namespace) -> None:
@@ -346,7 +387,7 @@ def run(chosen: argparse.Namespace) -> None:
         for name in chosen.shapes:
             plans(name, chosen.backend or "hopper")
     elif chosen.peers:
-        peer_rows(chosen.shapes)
+        peer_rows(chosen.shapes, chosen.fla_triton)
     else:
         lines = own_rows(chosen.shapes, chosen.kernels)
         print("\nmilliseconds; the first three by a CUDA graph")
