@@ -15,7 +15,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.runs", description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first episode (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    where = "cpu, cuda, or a GPU to emulate, as sm_90 (%(default)s)"
+    parser.add_argument("--device", default="cpu", help=where)
     parser.add_argument("--only", metavar="N,N", help="replay these actions of one episode")
     parser.add_argument("--workers", type=int, default=1, help="processes (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no episode after so long")

@@ -14,7 +14,7 @@ import sluice
 from tests.runs import advance, drafts
 from tests.runs.acts import Action, perform
 from tests.runs.draw import draw
-from tests.runs.plan import plan
+from tests.runs.plan import emulated, plan
 from tests.runs.world import World
 
 PERFORMING = (advance, drafts)
@@ -59,8 +59,15 @@ def run(seed: int, steps: int = STEPS, device: str = "cpu") -> Counts:
 def _world(seed: int, device: str) -> Iterator[World]:
     """The pool and the model of an episode."""
     made = plan(seed, device)
-    looking = sluice.validate(made.watched) if device != "cpu" else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory() as folder, looking:
+    with contextlib.ExitStack() as scope:
+        if emulated(device):
+            from tests.gpu.emulator import driver
+
+            scope.enter_context(driver.emulated(device))
+            scope.enter_context(sluice.use_backend("triton"))
+        elif made.gpu:
+            scope.enter_context(sluice.validate(made.watched))
+        folder = scope.enter_context(tempfile.TemporaryDirectory())
         yield World(made, Path(folder))
 
 

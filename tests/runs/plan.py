@@ -21,7 +21,8 @@ class Plan:
     """Sizes and options of an episode, all drawn from its seed."""
 
     seed: int
-    device: str
+    device: str  # of the tensors
+    gpu: bool  # kernels of a GPU, which may be emulated
     Hk: int
     Hv: int
     K: int
@@ -72,18 +73,25 @@ GPU_PLANS = 16
 kernels. Weights, values and actions are still the episode's own."""
 
 
+def emulated(device: str) -> bool:
+    """Whether a device is the name of a GPU that is emulated, such as sm_90."""
+    return device.startswith("sm_")
+
+
 def plan(seed: int, device: str = "cpu") -> Plan:
     """The plan of an episode."""
-    dice = random.Random(seed if device == "cpu" else seed % GPU_PLANS)
+    gpu = device != "cpu"
+    dice = random.Random(seed % GPU_PLANS if gpu else seed)
     Hk = dice.choice((1, 1, 2))
     K, V = dice.choice(((16, 16), (32, 32), (32, 16), (16, 24), (40, 33)))
-    if device != "cpu" and dice.random() < 0.3:
+    if gpu and dice.random() < 0.3:
         K = V = 128  # the width of models, which some kernels are made for
     dtype = dice.choice(DTYPES)
     W = dice.choice((2, 3, 4, 4))
     return Plan(
         seed=seed,
-        device=device,
+        device="cpu" if emulated(device) else device,
+        gpu=gpu,
         Hk=Hk,
         Hv=Hk * dice.choice((1, 2, 2, 3)),
         K=K,

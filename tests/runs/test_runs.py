@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sluice.backends import triton
 from sluice.state_pool import StatePool
 from sluice.testing import compare, oracle
 from sluice.testing.inputs import generator, normal
+from tests.gpu.emulator import machine
 from tests.runs import __main__ as command
 from tests.runs import episode, exact
 from tests.suite import DEVICE
@@ -32,6 +34,21 @@ def test_an_engine_that_rolls_dice_keeps_to_the_exact_sequences(part):
             episode.run(seed, device=DEVICE)
         except episode.EpisodeError as failed:
             pytest.fail(episode.report(failed, DEVICE), pytrace=False)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU need not be emulated")
+@pytest.mark.parametrize(("seed", "steps"), [(2063, 16)])
+def test_an_engine_on_an_emulated_gpu(seed, steps):
+    """Compiled kernels, without a GPU. In 2063 the state at a checkpoint once had other bits."""
+    pytest.importorskip("triton")
+    if reason := machine.missing():
+        pytest.skip(reason)
+    if triton.interpreted():
+        pytest.skip("kernels are not compiled there")
+    try:
+        episode.run(seed, steps, "sm_90")
+    except episode.EpisodeError as failed:
+        pytest.fail(episode.report(failed, "sm_90"), pytrace=False)
 
 
 # ------------------------------------------------------------------------- the judge is judged

@@ -164,7 +164,7 @@ class World:
             compare.assert_same_bits(a, b, what)
 
     def limit(self, dtype: torch.dtype, state: torch.dtype = FLOAT32) -> float:
-        return compare.tolerance(dtype, state, self.plan.device)
+        return compare.tolerance(dtype, state, "cuda" if self.plan.gpu else "cpu")
 
     def rows_of(self, pools: Pools, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Windows [layers, n, D, L] and states [layers, n, Hv, K, V] of some rows, on the host."""
