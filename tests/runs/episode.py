@@ -64,7 +64,6 @@ def _world(seed: int, device: str) -> Iterator[World]:
             from tests.gpu.emulator import driver
 
             scope.enter_context(driver.emulated(device))
-            scope.enter_context(sluice.use_backend("triton"))
         elif made.gpu:
             scope.enter_context(sluice.validate(made.watched))
         folder = scope.enter_context(tempfile.TemporaryDirectory())
