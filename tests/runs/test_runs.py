@@ -37,6 +37,7 @@ def test_an_engine_that_rolls_dice_keeps_to_the_exact_sequences(part):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU need not be emulated")
+@pytest.mark.filterwarnings("ignore::sluice.SlowPathWarning")
 @pytest.mark.parametrize(("seed", "steps"), [(2063, 16)])
 def test_an_engine_on_an_emulated_gpu(seed, steps):
     """Compiled kernels, without a GPU. In 2063 the state at a checkpoint once had other bits."""
