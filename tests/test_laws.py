@@ -49,6 +49,7 @@ RANKS = {
     "state_files": 1,
     "state_geometry": 6,
     "stream_order": 1,
+    "slots": 2,
     "state_pool": 7,
     "doctor": 7,
     "warmup": 7,

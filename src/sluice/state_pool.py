@@ -12,10 +12,8 @@ A call that is refused changes nothing: the pool, its slots and their contents s
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
@@ -26,6 +24,14 @@ from sluice.contract.errors import ContractError
 from sluice.contract.names import ConvOrder, StateLayout
 from sluice.contract.require import FLOATS
 from sluice.ops.drafts import DraftBuffers
+from sluice.slots import (
+    DoubleFreeError,
+    PoolExhaustedError,
+    Slot,
+    SlotBook,
+    Slots,
+    UseAfterFreeError,
+)
 from sluice.state_files import MissingDependencyError, PoolError
 from sluice.state_geometry import (
     GeometryError,
@@ -38,7 +44,6 @@ from sluice.state_geometry import (
     parse_bytes,
     runs,
 )
-from sluice.stream_order import Freed
 
 __all__ = [
     "DoubleFreeError",
@@ -53,41 +58,6 @@ __all__ = [
     "UseAfterFreeError",
     "parse_bytes",
 ]
-
-Slots = int | Sequence[int] | torch.Tensor
-
-_serial = itertools.count()
-
-
-class PoolExhaustedError(PoolError):
-    """More slots were asked for than are free."""
-
-
-class DoubleFreeError(PoolError):
-    """A slot was freed that is not allocated, or that has a new owner."""
-
-
-class UseAfterFreeError(PoolError):
-    """A slot was used that is not allocated, or that has a new owner."""
-
-
-class Slot(int):
-    """A row of a pool: an ``int`` that can index tensors and remembers its allocation.
-
-    Its pool recognises it as stale once the row was freed, even if the row has a new owner. Methods
-    also accept a plain ``int``, and then check only that the row is allocated.
-    """
-
-    generation: int
-    pool: int
-
-    def __new__(cls, row: int, generation: int, pool: int) -> Slot:
-        self = super().__new__(cls, row)
-        self.generation, self.pool = generation, pool
-        return self
-
-    def __getnewargs__(self) -> tuple[int, int, int]:  # type: ignore[override]
-        return int(self), self.generation, self.pool
 
 
 class StatePool:
@@ -120,7 +90,7 @@ class StatePool:
     >>> pool.free(first)
     Traceback (most recent call last):
         ...
-    sluice.state_pool.DoubleFreeError: free: expected allocated slots, got slot 0, which is free
+    sluice.slots.DoubleFreeError: free: expected allocated slots, got slot 0, which is free
     """
 
     def __init__(
@@ -242,11 +212,7 @@ class StatePool:
         self._tensors = [tensor for part in self._parts for tensor in part]
         self._layers = [(c[i], s[i]) for c, s in self._parts for i in range(c.shape[0])]
         self._lock = threading.Lock()
-        self._serial = next(_serial)
-        self._generations = [0] * self.slots
-        self._live: set[int] = set()
-        self._free = list(range(self.pad_slot + 1, self.slots))  # a valid heap, since it is sorted
-        self._freed = Freed(self.device)
+        self._book = SlotBook(self.slots, self.pad_slot, self.device)
 
     def __repr__(self) -> str:
         g = self.geometry
@@ -329,20 +295,20 @@ class StatePool:
     @property
     def available(self) -> int:
         """How many slots are free."""
-        return len(self._free)
+        return self._book.available
 
     @property
     def allocated(self) -> list[Slot]:
         """The slots in use, ascending."""
         with self._lock:
-            return [self._handle(row) for row in sorted(self._live)]
+            return self._book.allocated
 
     def allocate(self, n: int = 1) -> list[Slot]:
         """Take the ``n`` lowest free slots, zeroed in every layer.
 
         Raises :class:`PoolExhaustedError`, having taken none, when fewer are free.
         """
-        with self._lock, self._taking("allocate", n) as new:
+        with self._lock, self._book.taking("allocate", n) as new:
             for first, last in runs(new):
                 for tensor in self._tensors:
                     tensor[:, first : last + 1].zero_()
@@ -354,11 +320,7 @@ class StatePool:
         Raises :class:`PoolError`, having claimed none, when one is allocated already.
         """
         with self._lock:
-            rows = self._rows("claim", slots)
-            if taken := [row for row in rows if row in self._live]:
-                raise PoolError(f"claim: expected free slots, got {taken}, which are allocated")
-            self._free = sorted(set(self._free).difference(rows))
-            return [self._own(row) for row in rows]
+            return self._book.claim(slots)
 
     def free(self, slots: Slots) -> None:
         """Free slots. A tensor of slots is copied to the host, as in every method.
@@ -366,7 +328,7 @@ class StatePool:
         Raises :class:`DoubleFreeError`, having freed none, when one is not allocated now.
         """
         with self._lock:
-            self._release(self._owned("free", slots, DoubleFreeError))
+            self._book.free(slots)
 
     def indices(
         self, slots: Slots, *, pad_to: int | None = None, dtype: torch.dtype = torch.int64
@@ -379,7 +341,7 @@ class StatePool:
         if dtype not in (torch.int64, torch.int32):
             raise ContractError("indices", "dtype", "torch.int64 or int32", arguments.shown(dtype))
         with self._lock:
-            rows = self._owned("indices", slots)
+            rows = self._book.owned("indices", slots)
         if pad_to is not None:
             arguments.integer("indices", "pad_to", pad_to, len(rows))
             rows += [self.pad_slot] * (pad_to - len(rows))
@@ -394,10 +356,10 @@ class StatePool:
         """
         arguments.integer("fork", "copies", copies, 1)
         with self._lock:
-            owned = self._owned("fork", slots)
-            self._require_free("fork", len(owned) * copies)
+            owned = self._book.owned("fork", slots)
+            self._book.require_free("fork", len(owned) * copies)
             parents = [row for row in owned for _ in range(copies)]
-            with self._taking("fork", len(parents)) as new:
+            with self._book.taking("fork", len(parents)) as new:
                 for parent, child in zip(parents, new, strict=True):
                     for tensor in self._tensors:
                         tensor[:, child].copy_(tensor[:, parent])
@@ -417,7 +379,7 @@ class StatePool:
         g = self.geometry
         device = self.device if device is None else arguments.present("snapshot", device)
         with self._lock:
-            rows = self._owned("snapshot", slots)
+            rows = self._book.owned("snapshot", slots)
             lead = (g.layers, len(rows))
             conv = torch.empty(*lead, *g.conv_shape, dtype=g.conv_dtype, device=device)
             state = torch.empty(*lead, *g.state_shape, dtype=g.state_dtype, device=device)
@@ -437,9 +399,9 @@ class StatePool:
         self.geometry.require("restore", snapshot.geometry)
         with self._lock, contextlib.ExitStack() as stack:
             if slots is None:
-                new = stack.enter_context(self._taking("restore", len(snapshot)))
+                new = stack.enter_context(self._book.taking("restore", len(snapshot)))
             else:
-                new = [self._handle(row) for row in self._owned("restore", slots)]
+                new = [self._book.handle(row) for row in self._book.owned("restore", slots)]
             _require_count(len(new), len(snapshot))
             for outside, inside in self._beside(snapshot.conv, snapshot.recurrent):
                 for n, row in enumerate(new):
@@ -459,9 +421,9 @@ class StatePool:
         self.geometry.require("restore", geometry)
         with self._lock:
             if slots is None:
-                self._require_free("restore", sequences)
+                self._book.require_free("restore", sequences)
             else:
-                _require_count(len(self._owned("restore", slots)), sequences)
+                _require_count(len(self._book.owned("restore", slots)), sequences)
         return self.restore(StateSnapshot.load(path), slots)
 
     def draft_buffers(
@@ -523,75 +485,6 @@ class StatePool:
         """
         fit = parse_bytes(memory) // StatePool.bytes_per_sequence(model, **options)
         return max(fit - reserve_slot_0, 0)
-
-    # ---- bookkeeping, under the lock ------------------------------------------------------------
-
-    def _handle(self, row: int) -> Slot:
-        return Slot(row, self._generations[row], self._serial)
-
-    def _own(self, row: int) -> Slot:
-        self._freed.take(row)
-        self._generations[row] += 1
-        self._live.add(row)
-        return self._handle(row)
-
-    def _release(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._live.remove(row)
-            heapq.heappush(self._free, int(row))
-        self._freed.leave(rows)
-
-    def _require_free(self, op: str, n: int) -> None:
-        if n > len(self._free):
-            raise PoolExhaustedError(
-                f"{op}: expected {n} free slots, got {len(self._free)} free of "
-                f"{self.slots - self.pad_slot - 1} ({len(self._live)} allocated)"
-            )
-
-    @contextlib.contextmanager
-    def _taking(self, op: str, n: int) -> Iterator[list[Slot]]:
-        """The ``n`` lowest free slots; they are freed again if the body raises."""
-        arguments.integer(op, "n", n, 0)
-        self._require_free(op, n)
-        new = [self._own(heapq.heappop(self._free)) for _ in range(n)]
-        try:
-            yield new
-        except BaseException:
-            self._release(new)
-            raise
-
-    def _rows(self, op: str, slots: Slots) -> list[int]:
-        """``slots`` as ints: in range, no slot twice, none from another pool."""
-        if isinstance(slots, torch.Tensor) and not slots.is_meta:
-            slots = slots.reshape(-1).tolist()
-        if isinstance(slots, torch.Tensor) or not isinstance(slots, (int, Iterable)):
-            raise ContractError(op, "slots", "ints, or a tensor of ints", arguments.shown(slots))
-        rows = [slots] if isinstance(slots, int) else list(slots)
-        first, last = self.pad_slot + 1, self.slots - 1
-        for row in rows:
-            if isinstance(row, bool) or not isinstance(row, int) or not first <= row <= last:
-                got = arguments.shown(row)
-                raise ContractError(op, "slots", f"ints in {first}..{last}", got)
-            if isinstance(row, Slot) and row.pool != self._serial:
-                raise ContractError(op, "slots", "slots of this pool", f"{row} of another pool")
-        if len(set(rows)) < len(rows):
-            raise ContractError(op, "slots", "each slot once", rows)
-        return rows
-
-    def _owned(
-        self, op: str, slots: Slots, error: type[PoolError] = UseAfterFreeError
-    ) -> list[int]:
-        """``slots`` as plain ints, all allocated and none stale."""
-        rows = self._rows(op, slots)
-        for row in rows:
-            if row not in self._live:
-                raise error(f"{op}: expected allocated slots, got slot {row}, which is free")
-            if isinstance(row, Slot) and row.generation != self._generations[row]:
-                raise error(
-                    f"{op}: slot {row} was freed and has a new owner since: expected generation "
-                    f"{self._generations[row]}, got {row.generation}"
-                )
-        return [int(row) for row in rows]
 
 
 def _require_count(slots: int, sequences: int) -> None:

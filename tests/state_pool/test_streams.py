@@ -44,7 +44,7 @@ def now(monkeypatch):
 
 def pool() -> StatePool:
     made = StatePool(GEOMETRY, 4)
-    made._freed = stream_order.Freed(torch.device("cuda", 0))
+    made._book._freed = stream_order.Freed(torch.device("cuda", 0))
     return made
 
 
@@ -74,7 +74,7 @@ def test_a_stream_waits_for_the_one_that_freed_a_slot(now, again):
 def test_slots_of_a_failed_call_are_freed_like_others(now):
     one = pool()
     now.first.queue.append("a call")
-    with pytest.raises(RuntimeError, match="no memory"), one._taking("allocate", 2):
+    with pytest.raises(RuntimeError, match="no memory"), one._book.taking("allocate", 2):
         raise RuntimeError("no memory")
     now.stream = now.second
     one.allocate(2)
