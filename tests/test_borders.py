@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sluice
-from sluice.testing.compare import assert_same_bits
+from sluice.testing.compare import assert_same_bits, assert_within
 from tests.suite import backends, each_backend
 
 HV, K, P = 2, 16, 7
@@ -177,6 +177,35 @@ def test_an_early_window_of_a_new_sequence_begins_with_zeros(op, backend):
     for slot, row, old in ((4, 0, torch.zeros(D, 3)), (5, 1, first)):
         stream = torch.cat([old, x[row, :2].T], 1)
         assert_same_bits(state[slot], stream[:, -3:].contiguous(), f"slot {slot}")
+
+
+@pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)
+@pytest.mark.parametrize("lengths", [(0, 0, 0, 3), (1, 0, 2), (3, 0, 0, 0), (0, 9, 1, 0)], ids=str)
+@pytest.mark.parametrize("W", [2, 3, 4])
+def test_a_window_is_read_before_it_is_rolled(op, backend, lengths, W):
+    """By every token that needs it, though the sequences are much shorter on average."""
+    total, N = sum(lengths), len(lengths)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(total, D, generator=generator)
+    weight = torch.randn(D, W, generator=generator)
+    state = torch.randn(N, D, W - 1, generator=generator)
+    want, after, start = [], [], 0
+    for n, length in enumerate(lengths):
+        stream = torch.cat([state[n], x[start : start + length].T], 1)
+        if length:
+            want.append(torch.nn.functional.conv1d(stream, weight[:, None], groups=D).T)
+        after.append(stream[:, length:])
+        start += length
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    where = {"state": state, "slots": torch.arange(N), "cu_seqlens": borders, "activation": None}
+    if op == "causal_conv1d":
+        got, _ = sluice.causal_conv1d(x, weight, backend=backend, **where)
+    else:
+        plain = {**HEADS, "normalize_qk": False}
+        parts = sluice.conv_qkv(x, weight, **plain, **where, backend=backend)[:3]
+        got = torch.cat([part.flatten(1) for part in parts], 1)
+    assert_within(got, torch.cat(want), 1e-5, name=op)
+    assert_same_bits(state, torch.stack(after), "windows")
 
 
 @pytest.mark.parametrize(("op", "backend"), CONVOLUTIONS)

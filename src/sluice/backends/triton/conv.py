@@ -27,8 +27,12 @@ def units(p: ConvSpec | ConvQkvSpec, tokens: int) -> int:
 
 
 def average(p: ConvSpec | ConvQkvSpec) -> int:
-    """Tokens per sequence on average, which is all that shapes say of packed sequences."""
-    return configs.blocks(p.T, max(p.N, 1)) if p.varlen else p.T
+    """Tokens per sequence on average, which is all that shapes say of packed sequences.
+
+    Of those at least two: the first unit of a sequence writes the window in place, so no other one
+    may read it, and units of one token would, where a sequence has more.
+    """
+    return max(2, configs.blocks(p.T, max(p.N, 1))) if p.varlen else p.T
 
 
 def shared(p: ConvSpec | ConvQkvSpec, memory: Binding) -> dict[str, Any]:
