@@ -21,8 +21,6 @@ HK, HV, K, V, W, N, T = 1, 2, 16, 8, 4, 2, 3
 D = 2 * HK * K + HV * V
 NAN = float("nan")
 SERVED = backends("verify")
-ROW_BY_ROW = [name for name in SERVED if DEVICE == "cpu" or name == "triton"]
-"""Backends whose rows have the same bits alone: on a GPU, torch's own sums depend on the batch."""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -152,7 +150,7 @@ def test_windows_at_a_column_go_on_as_rolled_windows_do(backend, op):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("size", [(40, 33), (128, 8)], ids=str)
-@pytest.mark.parametrize("backend", ROW_BY_ROW)
+@pytest.mark.parametrize("backend", SERVED)
 def test_bits_do_not_depend_on_how_tokens_lie(backend, size, n):
     draft_bits.check(backend, size, n)
 
